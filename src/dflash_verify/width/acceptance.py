@@ -1,0 +1,283 @@
+"""How many drafts the target will accept: two estimators behind one interface.
+
+Both see, per request and step, only `accepted = min(a, drafted)`: what lies beyond the verified prefix is censored, not
+rejected. Row 0 of every estimator is the shared prior: requests that have shown nothing yet are read there, and what a
+request shows after it has ended is learned there and nowhere else.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.intp]
+
+PRIOR_ROW = 0
+MIN_ROWS = 64
+
+
+class AcceptanceEstimator(Protocol):
+    """What the controller asks of an estimator. W = number of widths, N = draft width, B = requests of a step."""
+
+    def expected(self, rows: IntArray) -> Array:
+        """Tokens that each request emits at each width, [B, W + 1]; the last column is 1 (so that sums of weights fall
+        out of the same matrix product)."""
+
+    def observe(self, rows: IntArray, accepted: IntArray, drafted: IntArray) -> None:
+        """Learn from one step. accepted, drafted: [B], 0 <= accepted <= drafted <= N; drafted 0 shows nothing."""
+
+    def pass_step(self, rows: IntArray) -> None:
+        """A step that verified nothing (width 0): time passed, beliefs fade towards the shared prior."""
+
+    def admit(self, row: int) -> None:
+        """Start a request in `row`, informed by the shared prior."""
+
+    def survival(self) -> Array:
+        """The shared prior's survival curve, [N]: P(first i drafts accepted)."""
+
+
+def outcome_index(accepted: IntArray, drafted: IntArray, draft_width: int) -> IntArray:
+    """Row of the outcome tables: `accepted` where a draft was rejected, N + 1 further on where all were accepted."""
+    index: IntArray = accepted + (draft_width + 1) * (accepted == drafted)
+    return index
+
+
+def _outcome_masks(draft_width: int) -> tuple[Array, Array]:
+    """Trials and successes by outcome, [2 (N + 1), N]: a rejection at o tries o + 1 positions, a censored run o."""
+    position = np.arange(1, draft_width + 1)
+    count = np.arange(draft_width + 1)[:, None]
+    success = (position <= count).astype(np.float64)
+    trial = (position <= count + 1).astype(np.float64)
+    return np.vstack([trial, success]), np.vstack([success, success])
+
+
+class ClassFilter:
+    """A switching Bayes filter per request over acceptance classes, with a shared per-position shape.
+
+    Ten classes accept every draft with one conditional probability, four are "all or nothing": the first draft decides.
+    Tying positions together is what lets a run of full acceptances at a narrow width speak about the wide one.
+    Constants and ablations: docs/width.md.
+    """
+
+    GEOMETRIC = (0.15, 0.35, 0.5, 0.62, 0.72, 0.80, 0.87, 0.93, 0.97, 0.995)
+    ALL_OR_NOTHING = (0.3, 0.5, 0.7, 0.87)
+    ALL_OR_NOTHING_TAIL = 0.97
+    ALL_OR_NOTHING_MASS = 0.3
+    SWITCH = 0.02  # a request changes its class about every 50 steps
+    FLAT = 0.1  # share of a switch that ignores what was learned, so that no class ever dies out
+    POOL = 0.98  # memory of the shared prior per request-observation
+    POOL_MAX = 16  # ... but a large batch counts as this many
+    SHAPE_YOUNG = 3  # observations before a request speaks about shape: its level must be known first
+    SHAPE_INERTIA = 2.0
+    SHAPE_MEMORY = 400.0  # cap of the accumulated information: the shape keeps moving
+    SHAPE_LIMIT = 5.0
+    REBUILD_FIRST = 16
+    REBUILD_EVERY = 8
+
+    def __init__(self, widths: Sequence[int], draft_width: int) -> None:
+        n = draft_width
+        self._n = n
+        self._widths = np.asarray(widths, dtype=np.intp)
+        hazard = np.array(
+            [[h] * n for h in self.GEOMETRIC]
+            + [[h] + [self.ALL_OR_NOTHING_TAIL] * (n - 1) for h in self.ALL_OR_NOTHING]
+        )
+        self._logit = np.log(hazard / (1.0 - hazard))
+        self.classes = classes = len(hazard)
+        geometric = len(self.GEOMETRIC)
+        self._flat = np.empty(classes)
+        self._flat[:geometric] = (1.0 - self.ALL_OR_NOTHING_MASS) / geometric
+        self._flat[geometric:] = self.ALL_OR_NOTHING_MASS / len(self.ALL_OR_NOTHING)
+        self.prior = self._flat.copy()
+        self.shape = np.zeros(n)  # delta, added to the logits; position 1 stays 0: it defines the level
+        self._information = np.zeros(n)
+        self._trial, self._success = _outcome_masks(n)
+        self._updates = 0
+        self._posterior = np.tile(self.prior, (MIN_ROWS, 1))
+        self._seen = np.zeros(MIN_ROWS, dtype=np.int64)
+        self._rebuild()
+        self._tokens = self._posterior @ self._gain
+
+    def _rebuild(self) -> None:
+        hazard = 1.0 / (1.0 + np.exp(-(self._logit + self.shape)))
+        self._survival = np.ones((self.classes, self._n + 1))
+        np.cumprod(hazard, axis=1, out=self._survival[:, 1:])
+        s = self._survival.T  # [N + 1, C]
+        self._likelihood = np.vstack([s, s])
+        self._likelihood[: self._n] -= s[1:]
+        tokens = np.cumsum(self._survival, axis=1)  # sum over S_0 .. S_i = 1 + expected accepted at width i
+        self._gain = np.concatenate([tokens[:, self._widths], np.ones((self.classes, 1))], axis=1)
+
+    def _grow(self, rows: int) -> None:
+        have = len(self._posterior)
+        if rows < have:
+            return
+        size = max(rows + 1, 2 * have)
+        self._posterior = np.resize(self._posterior, (size, self.classes))
+        self._tokens = np.resize(self._tokens, (size, self._tokens.shape[1]))
+        self._seen = np.resize(self._seen, size)
+
+    def admit(self, row: int) -> None:
+        self._grow(row)
+        self._posterior[row] = self.prior
+        self._tokens[row] = self._tokens[PRIOR_ROW]
+        self._seen[row] = 0
+
+    def expected(self, rows: IntArray) -> Array:
+        tokens: Array = self._tokens.take(rows, axis=0)
+        return tokens
+
+    def survival(self) -> Array:
+        curve: Array = (self.prior @ self._survival)[1:]
+        return curve
+
+    def observe(self, rows: IntArray, accepted: IntArray, drafted: IntArray) -> None:
+        outcome = outcome_index(accepted, drafted, self._n)
+        belief = self._posterior.take(rows, axis=0)
+        seen = self._seen.take(rows)
+        self._learn_shape(belief, outcome, seen >= self.SHAPE_YOUNG)
+        belief *= self._likelihood.take(outcome, axis=0)
+        belief /= belief.sum(axis=1, keepdims=True)
+        count = len(rows)
+        step = 1.0 - self.POOL ** min(count, self.POOL_MAX)
+        self.prior += step * (belief.mean(axis=0) - self.prior)
+        self._updates += 1
+        if self._updates <= self.REBUILD_FIRST or self._updates % self.REBUILD_EVERY == 0:
+            self._rebuild()
+        self._store(rows, belief)
+        self._seen[rows] = seen + 1
+        self._seen[PRIOR_ROW] = 0
+
+    def pass_step(self, rows: IntArray) -> None:
+        self._store(rows, self._posterior.take(rows, axis=0))
+
+    def _store(self, rows: IntArray, belief: Array) -> None:
+        """Where each request may be at the next step: it stays, or it switches."""
+        belief *= 1.0 - self.SWITCH
+        belief += self.SWITCH * ((1.0 - self.FLAT) * self.prior + self.FLAT * self._flat)
+        self._posterior[rows] = belief
+        self._tokens[rows] = belief @ self._gain
+        self._posterior[PRIOR_ROW] = self.prior
+        self._tokens[PRIOR_ROW] = self.prior @ self._gain
+
+    def _learn_shape(self, belief: Array, outcome: IntArray, settled: npt.NDArray[np.bool_]) -> None:
+        if not settled.all():
+            if not settled.any():
+                return
+            belief, outcome = belief[settled], outcome[settled]
+        survival = belief @ self._survival
+        predicted = survival[:, 1:] / survival[:, :-1]
+        predicted *= self._trial.take(outcome, axis=0)
+        hits = self._success.take(outcome, axis=0).sum(axis=0)
+        total = predicted.sum(axis=0)
+        predicted *= predicted
+        self._information += total - predicted.sum(axis=0)
+        np.minimum(self._information, self.SHAPE_MEMORY, out=self._information)
+        self.shape += (hits - total) / (self._information + self.SHAPE_INERTIA)
+        np.minimum(self.shape, self.SHAPE_LIMIT, out=self.shape)
+        np.maximum(self.shape, -self.SHAPE_LIMIT, out=self.shape)
+        self.shape[0] = 0.0
+
+
+class PositionHazard:
+    """Per request and position, how often draft i is accepted once draft i - 1 was; positions not seen follow the pool.
+
+    An unseen position keeps the pool's odds ratio to the position before it. Relaxing towards the previous position's
+    level instead underestimates all-or-nothing text.
+    """
+
+    REQUEST_MEMORY = 0.97  # per observation
+    POOL_MEMORY = 0.999  # per step
+    POOL_TRIALS = 300.0
+    POOL_INERTIA = 4.0
+    FIRST_HAZARD = 0.85  # before anything was seen: optimistic, since the start is at full width
+    REQUEST_INERTIA = 3.0
+    CARRY = 0.7  # how much of a request's deviation at one position is expected at the next
+    LOW, HIGH = 0.01, 0.995
+
+    def __init__(self, widths: Sequence[int], draft_width: int) -> None:
+        self._n = draft_width
+        self._widths = np.asarray(widths, dtype=np.intp)
+        self._trial, self._success = _outcome_masks(draft_width)
+        self._pool_trials = np.zeros(draft_width)
+        self._pool_hits = np.zeros(draft_width)
+        self._trials = np.zeros((MIN_ROWS, draft_width))
+        self._hits = np.zeros((MIN_ROWS, draft_width))
+        self._tokens = np.zeros((MIN_ROWS, len(self._widths) + 1))
+        self._refresh_pool()
+
+    def _refresh_pool(self) -> None:
+        pool: list[float] = []
+        before = self.FIRST_HAZARD
+        for hits, trials in zip(self._pool_hits.tolist(), self._pool_trials.tolist(), strict=True):
+            before = (hits + self.POOL_INERTIA * before) / (trials + self.POOL_INERTIA)
+            pool.append(before)
+        self._pool = np.array(pool)
+        clipped = np.clip(self._pool, self.LOW, self.HIGH)
+        self._pool_odds = clipped / (1.0 - clipped)
+        self._tokens[PRIOR_ROW] = self._count(self._pool[None])[0]
+
+    def _count(self, hazard: Array) -> Array:
+        """Tokens at each width and the column of ones, from hazards [B, N]."""
+        tokens = np.ones((len(hazard), self._n + 1))
+        np.cumprod(hazard, axis=1, out=tokens[:, 1:])
+        np.cumsum(tokens, axis=1, out=tokens)
+        return np.concatenate([tokens[:, self._widths], np.ones((len(hazard), 1))], axis=1)
+
+    def admit(self, row: int) -> None:
+        if row >= len(self._trials):
+            size = max(row + 1, 2 * len(self._trials))
+            self._trials = np.resize(self._trials, (size, self._n))
+            self._hits = np.resize(self._hits, (size, self._n))
+            self._tokens = np.resize(self._tokens, (size, self._tokens.shape[1]))
+        self._trials[row] = 0.0
+        self._hits[row] = 0.0
+        self._tokens[row] = self._tokens[PRIOR_ROW]
+
+    def expected(self, rows: IntArray) -> Array:
+        tokens: Array = self._tokens.take(rows, axis=0)
+        return tokens
+
+    def survival(self) -> Array:
+        return np.cumprod(self._pool)
+
+    def observe(self, rows: IntArray, accepted: IntArray, drafted: IntArray) -> None:
+        outcome = outcome_index(accepted, drafted, self._n)
+        trial = self._trial.take(outcome, axis=0)
+        success = self._success.take(outcome, axis=0)
+        self._pool_trials = self._pool_trials * self.POOL_MEMORY + trial.sum(axis=0)
+        self._pool_hits = self._pool_hits * self.POOL_MEMORY + success.sum(axis=0)
+        shrink = np.minimum(1.0, self.POOL_TRIALS / np.maximum(self._pool_trials, 1e-9))
+        self._pool_trials *= shrink
+        self._pool_hits *= shrink
+        trials = self.REQUEST_MEMORY * self._trials[rows] + trial
+        hits = self.REQUEST_MEMORY * self._hits[rows] + success
+        self._trials[rows] = trials
+        self._hits[rows] = hits
+        self._refresh_pool()
+        self._tokens[rows] = self._count(self._hazard(trials, hits))
+        self._trials[PRIOR_ROW] = 0.0
+        self._hits[PRIOR_ROW] = 0.0
+        self._tokens[PRIOR_ROW] = self._count(self._pool[None])[0]
+
+    def pass_step(self, rows: IntArray) -> None:
+        self._trials[rows] *= self.REQUEST_MEMORY
+        self._hits[rows] *= self.REQUEST_MEMORY
+        self._tokens[rows] = self._count(self._hazard(self._trials[rows], self._hits[rows]))
+        self._tokens[PRIOR_ROW] = self._count(self._pool[None])[0]
+
+    def _hazard(self, trials: Array, hits: Array) -> Array:
+        hazard = np.empty_like(trials)
+        prior = np.full(len(trials), self._pool[0])
+        for i in range(self._n):
+            hazard[:, i] = (hits[:, i] + self.REQUEST_INERTIA * prior) / (trials[:, i] + self.REQUEST_INERTIA)
+            if i + 1 < self._n:
+                level = np.clip(hazard[:, i], self.LOW, self.HIGH)
+                odds = self._pool_odds[i + 1] * (level / (1.0 - level) / self._pool_odds[i]) ** self.CARRY
+                prior = np.clip(odds / (1.0 + odds), self.LOW, self.HIGH)
+        return hazard
+
+
+ESTIMATORS: dict[str, type[ClassFilter] | type[PositionHazard]] = {"class": ClassFilter, "hazard": PositionHazard}

@@ -1,0 +1,307 @@
+"""Which width the next step verifies: the captured one with the best expected goodput for this batch."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dflash_verify.width.acceptance import ESTIMATORS, PRIOR_ROW, AcceptanceEstimator, IntArray
+from dflash_verify.width.cost import CostModel, CostTable
+
+
+class Decision(NamedTuple):
+    """One step's width and why.
+
+    expected_tokens: over the batch, this step. step_ms: what the step is expected to take. probe: the width was chosen
+    to learn (acceptance one width up, or a cost), not because it is the best known.
+    """
+
+    width: int
+    expected_tokens: float
+    step_ms: float
+    probe: bool
+    why: str  # "best", "warm-up", "probe", "explore", "idle"
+    best: tuple[int, float, float]  # width, tokens, ms of what is believed best
+    against: tuple[int, float, float]  # ... of the best other width
+
+    @property
+    def reason(self) -> str:
+        """In words, e.g. `3: 2.74 tok / 98.4 ms beats 7: 3.33 / 121.0`. Tokens are those the decision compares: over
+        the batch, weighted so that a slow request counts as much as a fast one."""
+        if self.why == "idle":
+            return f"{self.width}: nothing is running"
+        if self.why == "warm-up":
+            return f"{self.width}: full width until acceptance is known"
+        width, tokens, ms = self.best
+        other, other_tokens, other_ms = self.against
+        text = f"{width}: {tokens:.2f} tok / {ms:.1f} ms"
+        if other != width:
+            verb = "beats" if tokens * other_ms >= other_tokens * ms else "stays within hysteresis of"
+            text += f" {verb} {other}: {other_tokens:.2f} / {other_ms:.1f}"
+        if self.why == "probe":
+            return f"{self.width}: probes whether wider pays; {text}"
+        if self.why == "explore":
+            return f"{self.width}: tries what it costs; {text}"
+        return text
+
+
+class WidthController:
+    """Per step one width for the whole batch. The same object serves vLLM's scheduler and `dflash-verify simulate`.
+
+    Order of calls per step: `observe` and `observe_step` for what has come back, `forget` for what has ended, `decide`
+    for what runs. Requests are introduced by `decide` and live until `forget`; observations of others teach only the
+    shared prior. Numbers and ablations: docs/width.md.
+    """
+
+    HYSTERESIS = 1.005
+    WARM_UP = 16  # request-observations of the engine, not per request
+    PROBE_SHARE = 0.002  # of step time, paid for looking one width up
+    PROBE_CAP_STEPS = 0.8
+    PROBE_EVERY = 16
+    BLIND_STEPS = 64  # width 0 observes nothing: look again at least this often
+    EXPLORE_START_STEPS = 3.0
+    EXPLORE_SHARE = 0.005
+    EXPLORE_CAP_STEPS = 9.0
+    EXPLORE_SDS = 1.5
+    OPTIMISM_SDS = 0.2
+    KEEP_REQUESTS = 1024  # requests never forgotten by the caller are dropped beyond this many (or 4 x the batch)
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        draft_width: int,
+        cost: CostTable | CostModel | None = None,
+        *,
+        estimator: str = "class",
+    ) -> None:
+        """widths: captured ones; the draft width is added if missing. cost: None learns step times from full width on.
+
+        Raises CostTableError for widths out of range or not in the table, ValueError for an unknown estimator.
+        """
+        if estimator not in ESTIMATORS:
+            raise ValueError(f"estimator {estimator!r} is unknown; expected one of {', '.join(ESTIMATORS)}")
+        self.widths = tuple(sorted({*widths, draft_width}))
+        self.draft_width = draft_width
+        self.cost = cost if isinstance(cost, CostModel) else CostModel(self.widths, draft_width, cost)
+        if self.cost.widths != self.widths:
+            raise ValueError(f"the cost model has widths {self.cost.widths}; expected {self.widths}")
+        self._acceptance: AcceptanceEstimator = ESTIMATORS[estimator](self.widths, draft_width)
+        self._widest = len(self.widths) - 1
+        self._last = self._widest
+        self._credit_ms = 0.0
+        self._since = 0
+        self._blind = 0
+        self._explore_ms: float | None = None
+        self._seen = 0
+        self._rows: dict[str, int] = {}  # live requests; PRIOR_ROW until first observed
+        self._free: list[int] = []
+        self._top = PRIOR_ROW
+        self._batch_ids: list[str] = []
+        self._batch_rows: IntArray = np.empty(0, dtype=np.intp)
+        self._batch_stale = True
+        self._ones: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
+        self.steps = dict.fromkeys(self.widths, 0)
+        self.probes = 0
+        self.explorations = 0
+        self._decision: Decision | None = None
+
+    # -- what has come back ------------------------------------------------------------------------------------------
+
+    def observe(
+        self,
+        request_ids: Sequence[str],
+        width: int,
+        accepted: Sequence[int],
+        drafted: Sequence[int] | None = None,
+    ) -> None:
+        """Accepted drafts of one step at `width`, per request.
+
+        drafted: drafts that were valid, at most `width`: fewer where a grammar rejected the rest. What it rejected was
+        never offered to the target and counts as not seen.
+        """
+        if not request_ids:
+            return
+        ids = request_ids if type(request_ids) is list else list(request_ids)
+        rows = self._rows_to_learn(ids)
+        if width == 0:
+            self._acceptance.pass_step(rows)
+            return
+        took = np.array(accepted, dtype=np.intp)
+        offered = np.full(len(ids), width, dtype=np.intp) if drafted is None else np.array(drafted, dtype=np.intp)
+        np.minimum(took, offered, out=took)
+        self._acceptance.observe(rows, took, offered)
+        self._seen += len(ids)
+
+    def observe_step(self, batch: int, width: int, step_ms: float) -> None:
+        """Time of one clean step: uniform width, no prefill, no idle."""
+        self.cost.observe(batch, width, step_ms)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Finished, aborted or preempted: nothing of them is kept but what the shared prior learned."""
+        for request_id in request_ids:
+            row = self._rows.pop(request_id, None)
+            if row is not None:
+                self._batch_stale = True
+                if row != PRIOR_ROW:
+                    self._free.append(row)
+
+    def _rows_to_learn(self, ids: list[str]) -> IntArray:
+        """Rows of these requests; live ones without one get one, ended ones are read and written at the prior."""
+        if not self._batch_stale and ids == self._batch_ids:
+            rows = self._batch_rows
+            if rows.all():
+                return rows
+        known = self._rows
+        found = [known.get(request_id, -1) for request_id in ids]
+        if PRIOR_ROW in found:
+            for i, row in enumerate(found):
+                if row == PRIOR_ROW:
+                    found[i] = known[ids[i]] = self._new_row()
+            self._batch_stale = True
+        rows = np.array(found, dtype=np.intp)
+        np.maximum(rows, PRIOR_ROW, out=rows)
+        return rows
+
+    def _new_row(self) -> int:
+        if self._free:
+            row = self._free.pop()
+        else:
+            self._top += 1
+            row = self._top
+        self._acceptance.admit(row)
+        return row
+
+    def _rows_to_read(self, ids: list[str]) -> IntArray:
+        if not self._batch_stale and ids == self._batch_ids:
+            return self._batch_rows
+        known = self._rows
+        rows = [known.setdefault(request_id, PRIOR_ROW) for request_id in ids]
+        if len(known) > max(self.KEEP_REQUESTS, 4 * len(ids)):
+            running = set(ids)
+            self.forget([request_id for request_id in known if request_id not in running])
+        self._batch_ids = ids.copy()
+        self._batch_rows = np.array(rows, dtype=np.intp)
+        self._batch_stale = False
+        return self._batch_rows
+
+    # -- what runs next ----------------------------------------------------------------------------------------------
+
+    def decide(self, request_ids: Sequence[str]) -> Decision:
+        """The width for this batch."""
+        ids = request_ids if type(request_ids) is list else list(request_ids)
+        batch = len(ids)
+        if batch == 0:
+            width = self.widths[self._last]
+            nothing = (width, 0.0, 0.0)
+            return Decision(width, 0.0, 0.0, False, "idle", nothing, nothing)
+        rows = self._rows_to_read(ids)
+        expected = self._acceptance.expected(rows)
+        plain, tokens = self._sums(expected, batch)
+        ms, cov = self.cost.row(batch)
+        last = self._last
+        if cov is None:
+            goodput = [t / c for t, c in zip(tokens, ms, strict=True)]
+            ratio_sd: list[float] | None = None
+        else:
+            own = np.diagonal(cov)
+            ratio_sd = np.sqrt(np.maximum(own + own[last] - 2.0 * cov[last], 0.0)).tolist()
+            goodput = [t / c * math.exp(self.OPTIMISM_SDS * sd) for t, c, sd in zip(tokens, ms, ratio_sd, strict=True)]
+        best = max(range(len(goodput)), key=goodput.__getitem__)
+        if self._seen < self.WARM_UP:
+            chosen, why, best = self._widest, "warm-up", self._widest
+        else:
+            if goodput[best] < self.HYSTERESIS * goodput[last]:
+                best = last
+            chosen, why = self._look_around(best, tokens, ms, goodput, ratio_sd)
+        self._last = best
+        width = self.widths[chosen]
+        self.steps[width] += 1
+        other = max((j for j in range(len(goodput)) if j != best), key=goodput.__getitem__, default=best)
+        decision = Decision(
+            width,
+            plain[chosen],
+            ms[chosen],
+            chosen != best,
+            why,
+            (self.widths[best], tokens[best], ms[best]),
+            (self.widths[other], tokens[other], ms[other]),
+        )
+        self._decision = decision
+        return decision
+
+    def _sums(self, expected: "np.ndarray[Any, np.dtype[np.float64]]", batch: int) -> tuple[list[float], list[float]]:
+        """Expected tokens per width over the batch: plain, and with each request weighted by 1 / its own tokens.
+
+        Every request has a fixed number of tokens to emit, so a token for a request that emits few is worth more of a
+        slot's time; maximising the plain sum over-serves the fast ones (docs/width.md).
+        """
+        if batch == 1:
+            row = expected[0].tolist()[:-1]
+            return row, row
+        weights = self._ones.get(batch)
+        if weights is None:
+            if len(self._ones) > 1024:
+                self._ones.clear()
+            weights = self._ones[batch] = np.ones((2, batch))
+        np.divide(1.0, expected[:, self._last], out=weights[1])
+        plain, fair = (weights @ expected).tolist()
+        scale = batch / fair[-1]
+        return plain[:-1], [t * scale for t in fair[:-1]]
+
+    def _look_around(
+        self,
+        best: int,
+        tokens: list[float],
+        ms: list[float],
+        goodput: list[float],
+        ratio_sd: list[float] | None,
+    ) -> tuple[int, str]:
+        """The width to run: the best, or now and then another one, paid from a bounded credit."""
+        rate = tokens[best] / ms[best]
+        if ratio_sd is not None:
+            full_ms = ms[self._widest]
+            if self._explore_ms is None:
+                self._explore_ms = self.EXPLORE_START_STEPS * full_ms
+            cap = self.EXPLORE_CAP_STEPS * full_ms
+            self._explore_ms = min(self._explore_ms + self.EXPLORE_SHARE * ms[best], cap)
+            hope = [t / c * math.exp(self.EXPLORE_SDS * sd) for t, c, sd in zip(tokens, ms, ratio_sd, strict=True)]
+            j = max(range(len(hope)), key=hope.__getitem__)
+            if j != best and hope[j] > goodput[best]:
+                loss = max(0.0, ms[j] - tokens[j] / rate)
+                if loss <= self._explore_ms:
+                    self._explore_ms -= loss
+                    self.explorations += 1
+                    return j, "explore"
+        if best == self._widest:
+            self._since = self._blind = 0
+            return best, "best"
+        self._since += 1
+        self._blind = self._blind + 1 if self.widths[best] == 0 else 0
+        self._credit_ms = min(self._credit_ms + self.PROBE_SHARE * ms[best], self.PROBE_CAP_STEPS * ms[best])
+        wider = best + 1
+        loss = ms[wider] - tokens[wider] / rate
+        due = self._since >= self.PROBE_EVERY and self._credit_ms >= loss
+        if due or self._blind >= self.BLIND_STEPS:
+            self._credit_ms = max(0.0, self._credit_ms - max(0.0, loss))
+            self._since = self._blind = 0
+            self.probes += 1
+            return wider, "probe"
+        return best, "best"
+
+    def snapshot(self) -> dict[str, Any]:
+        """For the live view and metrics: the last decision, what is believed, how often each width was decided."""
+        decision = self._decision
+        return {
+            "width": decision.width if decision else self.widths[self._widest],
+            "reason": decision.reason if decision else f"{self.draft_width}: no step yet",
+            "expected_tokens": decision.expected_tokens if decision else None,
+            "step_ms": decision.step_ms if decision else None,
+            "decisions": dict(self.steps),
+            "probes": self.probes,
+            "explorations": self.explorations,
+            "survival": [round(s, 4) for s in self._acceptance.survival().tolist()],
+            "cost": "measured" if self.cost.trusted else "doubted" if self.cost.table is not None else "learned",
+            "observed_steps": self.cost.observed_steps,
+            "requests": len(self._rows),
+        }
