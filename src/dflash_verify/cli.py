@@ -9,12 +9,24 @@ from dflash_verify import __version__
 
 # name: (module, attribute, one line for --help)
 COMMANDS = {
-    "plan": ("dflash_verify.plan_command", "plan", "Show widths, schedule, capture sizes and graph memory for a setting."),
+    "plan": (
+        "dflash_verify.plan_command",
+        "plan",
+        "Show widths, schedule, capture sizes and graph memory for a setting.",
+    ),
     "check": ("dflash_verify.overlays.command", "check", "Check every overlay against the vLLM that is installed."),
     "fingerprint": ("dflash_verify.overlays.command", "fingerprint", "Write the fingerprints of a new vLLM release."),
-    "profile": ("dflash_verify.profile", "profile", "Measure step time per batch size and width; store the cost table."),
+    "profile": (
+        "dflash_verify.profile",
+        "profile",
+        "Measure step time per batch size and width; store the cost table.",
+    ),
     "simulate": ("dflash_verify.simulate.command", "simulate", "Replay a trace against a cost table and a policy."),
-    "verify-gain": ("dflash_verify.verify.command", "verify_gain", "What block verification is worth on recorded data."),
+    "verify-gain": (
+        "dflash_verify.verify.command",
+        "verify_gain",
+        "What block verification is worth on recorded data.",
+    ),
     "bench": ("dflash_verify.bench.command", "bench", "Measure one server: throughput, latency, acceptance."),
     "bracket": ("dflash_verify.bench.command", "bracket", "Bracketed A/B between widths, with drift."),
     "mixed": ("dflash_verify.bench.command", "mixed", "Ordinary and guided requests that provably decode together."),
