@@ -1,0 +1,168 @@
+"""One engine's width, step by step, without vLLM."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from dflash_verify.settings import VerifyTokens
+from dflash_verify.steering import CONTROL_PERIOD_S, Control, ControlError, Steering, Step
+from dflash_verify.width.controller import WidthController
+
+WIDTHS = (1, 3, 7)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def steering(text: str, widths: tuple[int, ...] = WIDTHS, **kwargs: object) -> tuple[Steering, Clock]:
+    clock = Clock()
+    made = Steering(
+        VerifyTokens.parse(text),
+        7,
+        widths,
+        lambda: WidthController(widths, 7),
+        clock=clock,
+        **kwargs,  # type: ignore[arg-type]
+    )
+    return made, clock
+
+
+def step(width: int = 3, at: float = 100.0, uniform: bool = True) -> Step:
+    return Step(width, at, batch=2, uniform=uniform, decodes=2)
+
+
+def test_a_static_width_is_published_from_the_first_step_on_and_builds_no_controller() -> None:
+    made, _ = steering("3", (3,))
+    assert made.published == 3
+    assert made.decide(["a", "b"]) == 3
+    assert made.controller is None
+
+
+def test_auto_starts_at_full_width() -> None:
+    made, _ = steering("auto")
+    assert made.published == 7
+    assert made.decide(["a"]) == 7  # no evidence yet
+
+
+def test_auto_narrows_when_nothing_is_accepted_and_recovers_when_everything_is() -> None:
+    made, clock = steering("auto")
+    seen = []
+    for accepted in [0] * 60 + [7] * 60:
+        width = made.published
+        made.decide(["a", "b"])
+        current = step(width, clock.now)
+        clock.now += 0.010 + 0.004 * width
+        made.arrived(current)
+        for request in ("a", "b"):
+            current.observe(request, min(accepted, width), width)
+        made.finished(current, busy=True)
+        seen.append(width)
+    assert seen[59] == 1
+    assert seen[-1] == 7
+
+
+def test_a_step_lasts_from_the_end_of_the_one_before_while_the_engine_is_busy() -> None:
+    made, clock = steering("3", (3,))
+    first, second, third = step(at=100.0), step(at=100.2), step(at=109.0)
+    clock.now = 101.0
+    made.arrived(first)
+    assert first.step_ms == pytest.approx(1000.0)
+    made.finished(first, busy=True)
+    clock.now = 101.5
+    made.arrived(second)
+    assert second.step_ms == pytest.approx(500.0)  # not from its scheduling, which was ahead of time
+    made.finished(second, busy=False)
+    clock.now = 109.25
+    made.arrived(third)
+    assert third.step_ms == pytest.approx(250.0)  # eight idle seconds are not the step's
+
+
+def test_a_step_with_prefill_or_other_widths_has_no_comparable_time() -> None:
+    made, clock = steering("3", (3,))
+    mixed = step(uniform=False)
+    clock.now = 101.0
+    made.arrived(mixed)
+    assert mixed.step_ms is None
+
+
+def test_an_ended_request_leaves_no_state_even_if_its_last_result_comes_later() -> None:
+    made, _ = steering("auto")
+    made.decide(["a", "b"])
+    last = step(7)
+    made.ended("a")
+    last.observe("a", 3, 7)
+    last.observe("b", 3, 7)
+    made.finished(last, busy=True)
+    assert made.controller is not None
+    assert made.controller.snapshot()["requests"] == 1
+
+
+@pytest.fixture
+def control_file(tmp_path: Path) -> Path:
+    return tmp_path / "control.json"
+
+
+def test_the_control_file_switches_between_steps_and_back(control_file: Path) -> None:
+    made, clock = steering("auto", control_file=control_file)
+    assert made.policy_active
+    for text, expected in [('{"width": 3}', 3), ('{"width": "stock"}', 7), ('{"width": 1}', 1)]:
+        control_file.write_text(text)
+        clock.now += 2 * CONTROL_PERIOD_S
+        assert made.decide(["a"]) == expected
+        assert not made.policy_active
+    control_file.unlink()
+    clock.now += 2 * CONTROL_PERIOD_S
+    made.decide(["a"])
+    assert made.policy_active
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "not JSON"),
+        ('{"width": 3', "not JSON"),
+        ("[]", "expected one key"),
+        ("3", "expected one key"),
+        ('{"width": 3, "conc": "model"}', "expected one key"),
+        ('{"width": 2}', "captured are 1, 3, 7"),
+        ('{"width": true}', "captured are 1, 3, 7"),
+        ('{"width": 3.0}', "captured are 1, 3, 7"),
+        ('{"width": null}', "captured are 1, 3, 7"),
+        ("\xff\xfe", "ignored"),
+    ],
+)
+def test_garbage_in_the_control_file_is_refused_loudly_and_changes_nothing(
+    control_file: Path, caplog: pytest.LogCaptureFixture, text: str, said: str
+) -> None:
+    made, clock = steering("auto", control_file=control_file)
+    control_file.write_text('{"width": 3}')
+    clock.now += 2 * CONTROL_PERIOD_S
+    assert made.decide(["a"]) == 3
+    control_file.write_bytes(text.encode("latin-1"))
+    for _ in range(3):
+        clock.now += 2 * CONTROL_PERIOD_S
+        assert made.decide(["a"]) == 3
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 1  # said once, not per step
+    assert said in errors[0].getMessage()
+
+
+def test_a_static_server_refuses_what_it_has_no_graphs_for(control_file: Path) -> None:
+    control = Control(control_file, 7, (3,), logging.getLogger("test"))
+    with pytest.raises(ControlError, match="'stock' has no graphs here; captured are 3"):
+        control._parse('{"width": "stock"}')
+
+
+def test_the_trace_has_one_json_line_per_step(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    made, _ = steering("3", (3,), trace_file=path)
+    for _ in range(3):
+        made.finished(step(), busy=True)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["width"] for record in records] == [3, 3, 3]
