@@ -155,27 +155,27 @@ def output_pmf(
     if method == "greedy":
         target_row = _most_likely(target_row)
     rule = rule_of(method, blocks.target, blocks.draft, blocks.tokens)
-    pmf = blocks.weight[:, None] * rule.pmf()
-    vocab_size = blocks.target.shape[-1]
+    if limit is not None and limit < 0:
+        raise ValueError(f"A cut-off of {limit} drafts is impossible: expected 0 or more.")
+    pmf = (blocks.weight[:, None] * rule.pmf()).tolist()
+    next_probs = rule.next_probs.tolist()
     num_drafts = blocks.tokens.shape[1]
 
-    mass: dict[Prefix, Tensor] = {}
+    mass: dict[Prefix, float] = {}
 
-    def add(prefix: Prefix, amount: Tensor) -> None:
-        prefix = prefix[:length]
-        mass[prefix] = mass[prefix] + amount if prefix in mass else amount
+    def add(prefix: Prefix, amount: float) -> None:
+        if amount:
+            mass[prefix[:length]] = mass.get(prefix[:length], 0.0) + amount
 
     for block, path in enumerate(blocks.tokens.tolist()):
         for accepted in range(num_drafts + 1):
-            reached = pmf[block, accepted]
-            if float(reached) == 0.0:
-                continue
+            reached = pmf[block][accepted]
             if limit is not None and accepted > limit:
                 add(tuple(path[: limit + 1]), reached)
                 continue
-            for token in range(vocab_size):
-                add((*path[:accepted], token), reached * rule.next_probs[block, accepted, token])
-    return _completed(mass, target_row, vocab_size, length)
+            for token, probability in enumerate(next_probs[block][accepted]):
+                add((*path[:accepted], token), reached * probability)
+    return _completed(mass, target_row, length)
 
 
 def _most_likely(row: Callable[[Prefix], Tensor]) -> Callable[[Prefix], Tensor]:
@@ -189,21 +189,17 @@ def _most_likely(row: Callable[[Prefix], Tensor]) -> Callable[[Prefix], Tensor]:
     return point_mass
 
 
-def _completed(
-    mass: dict[Prefix, Tensor], target_row: Callable[[Prefix], Tensor], vocab_size: int, length: int
-) -> Tensor:
+def _completed(mass: dict[Prefix, float], target_row: Callable[[Prefix], Tensor], length: int) -> Tensor:
     """Spread the mass of shorter prefixes over their continuations under the target."""
     for size in range(1, length):
         for prefix in [prefix for prefix in mass if len(prefix) == size]:
             here = mass.pop(prefix)
-            if float(here) == 0.0:
-                continue
-            row = target_row(prefix)
-            for token in range(vocab_size):
-                longer = (*prefix, token)
-                amount = here * row[token]
-                mass[longer] = mass[longer] + amount if longer in mass else amount
-    result = target_row(()).new_zeros((vocab_size,) * length)
+            for token, probability in enumerate(target_row(prefix).tolist()):
+                if probability:
+                    longer = (*prefix, token)
+                    mass[longer] = mass.get(longer, 0.0) + here * probability
+    first = target_row(())
+    result = first.new_zeros((first.shape[-1],) * length)
     for prefix, amount in mass.items():
-        result[prefix] += amount
+        result[prefix] = amount
     return result

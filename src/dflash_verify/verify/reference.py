@@ -144,14 +144,13 @@ def as_probabilities(values: Any, name: str, ndim: int) -> Tensor:
     Raises InvalidProbabilities for a wrong number of axes, an empty vocabulary, NaN, infinities, negative entries or a
     row whose sum misses 1 by more than SUM_TOLERANCE.
     """
-    rows = torch.as_tensor(values).detach()
+    rows = torch.as_tensor(values, dtype=torch.float64).detach()  # a list would become float32 on its own
     if rows.ndim != ndim or rows.shape[-1] == 0:
         raise InvalidProbabilities(
             f"{name} has shape {tuple(rows.shape)}: expected {ndim} axes with the vocabulary, not empty, as the last one."
         )
     if rows.numel() == 0:
-        return rows.to(torch.float64)
-    rows = rows.to(torch.float64)
+        return rows
     if not bool(torch.isfinite(rows).all()):
         raise InvalidProbabilities(
             f"{name} holds NaN or an infinity: expected probabilities, so apply softmax to logits."
