@@ -68,7 +68,8 @@ test)
   ;;
 start | stop | restart | status | logs | check | plan | profile | bench | watch-ranks)
   python=$(command -v python3) || die "python3 is missing: the launcher needs Python 3.10 or newer (no packages)."
-  PYTHONPATH=$ROOT PYTHONDONTWRITEBYTECODE=1 exec "$python" -m launcher "$command" "$@"
+  # No PYTHONPATH: a server without docker would inherit it.
+  exec "$python" -B -c 'import sys; sys.path.insert(0, sys.argv[1]); from launcher.main import main; main()' "$ROOT" "$command" "$@"
   ;;
 *) die "unknown command '$command': ./start.sh help lists them." ;;
 esac

@@ -1,0 +1,118 @@
+"""READY means that completions come back at every concurrency, not that a port is open.
+
+First requests can hang or compile (two boots of eight in one kit's notes), so they are sent here, before anybody else's:
+every number of streams that has graphs of its own, and every captured width as far as requests can reach it.
+"""
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from launcher.errors import LaunchError
+
+DENSE_STREAMS = 32  # up to here every request count is a graph of its own
+STREAM_STEP = 32
+TOKENS = 24
+REQUEST_S = 600  # the first one may compile kernels
+STEPS = re.compile(r'^dflash_verify_steps_total\{(?:[^}]*,)?width="(\d+)"[^}]*\} ([0-9.e+]+)', re.MULTILINE)
+# From easy to hard to draft, so that a policy has reason to try more than one width.
+PROMPTS = (
+    "Count from 1 to 100, separated by commas: 1, 2, 3, 4, 5,",
+    "Write a Python function that reverses a list. def reverse(items):",
+    "An unlikely story about a lighthouse keeper and a comet begins so:",
+)
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where the server listens and what it calls its model."""
+
+    port: int
+    model: str
+    api_key: str = ""
+    address: str = "127.0.0.1"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}:{self.port}"
+
+    def get(self, path: str, timeout_s: float) -> str:
+        """Body of a GET; OSError when there is none."""
+        return self._fetch(urllib.request.Request(self.url + path), timeout_s)
+
+    def healthy(self) -> bool:
+        try:
+            self.get("/health", 3)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def widths(self) -> dict[int, float]:
+        """Steps per verify width so far, from the plugin's counter."""
+        try:
+            return {int(width): float(steps) for width, steps in STEPS.findall(self.get("/metrics", 10))}
+        except (OSError, ValueError):
+            return {}
+
+    def complete(self, prompt: str) -> int:
+        """Tokens of one completion; LaunchError when there are none."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            self.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            return int(json.loads(self._fetch(request, REQUEST_S))["usage"]["completion_tokens"])
+        except urllib.error.HTTPError as error:
+            said = error.read(300).decode(errors="replace")
+            raise LaunchError(f"a warm-up completion got HTTP {error.code} ({said}): see ./start.sh logs.") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise LaunchError(f"a warm-up completion failed ({error}): see ./start.sh logs.") from None
+
+    def _fetch(self, request: urllib.request.Request, timeout_s: float) -> str:
+        if self.api_key:
+            request.add_header("Authorization", f"Bearer {self.api_key}")
+        # No proxy: the server is on this host, whatever http_proxy says.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=timeout_s) as response:
+            return str(response.read().decode(errors="replace"))
+
+
+def concurrencies(max_num_seqs: int) -> list[int]:
+    """Numbers of streams to warm: each of the first 32, then every 32nd, and the last."""
+    sparse = range(DENSE_STREAMS + STREAM_STEP, max_num_seqs, STREAM_STEP)
+    return sorted({*range(1, min(max_num_seqs, DENSE_STREAMS) + 1), *sparse, max_num_seqs})
+
+
+def warm_up(server: Server, max_num_seqs: int, widths: Sequence[int]) -> list[int]:
+    """Completions at every concurrency. widths: the captured ones, empty for stock.
+
+    Returns the captured widths that no step used: none for a static width; a policy may have no reason for some.
+    LaunchError when a completion fails, or when the plugin should be active and counts no step.
+    """
+    for streams in concurrencies(max_num_seqs):
+        with ThreadPoolExecutor(max_workers=streams) as pool:
+            counts = list(pool.map(server.complete, [PROMPTS[(streams + i) % len(PROMPTS)] for i in range(streams)]))
+        if min(counts) < 1:
+            raise LaunchError(f"a warm-up completion at {streams} streams came back empty: see ./start.sh logs.")
+    if not widths:
+        return []
+    used = {width for width, steps in settled_widths(server).items() if steps > 0}
+    if not used & set(widths):
+        raise LaunchError(
+            f"the warm-up ran, but /metrics counts no step at a width of {', '.join(map(str, widths))} "
+            f"(found {sorted(used) or 'none'}): the plugin is not in charge, run ./start.sh check."
+        )
+    return sorted(set(widths) - used)
+
+
+def settled_widths(server: Server, within_s: float = 15) -> dict[int, float]:
+    """The plugin's counters, which vLLM publishes with a delay after the last step."""
+    deadline = time.monotonic() + within_s
+    while not (widths := server.widths()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return widths
