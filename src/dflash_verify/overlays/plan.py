@@ -126,9 +126,20 @@ def _prepare(args: Any, asked_for: dict[str, Any], settings: Settings) -> None:
     method = given.get("method")
     if method is not None and method not in FAMILY:
         raise SettingsError(_wrong_method(named, method))
+    _refuse_runner_v1(named)
     if settings.width_active:
         _refuse_other_schedules(args, given, named)
         _give_draft_width(args, given, settings)
+
+
+def _refuse_runner_v1(named: str) -> None:
+    """What the operator forced; whether vLLM chose V1 by itself is known only in the finished config."""
+    from vllm import envs
+
+    if envs.VLLM_USE_V2_MODEL_RUNNER is not None and not envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise SettingsError(
+            f"{named} needs Model Runner V2 but VLLM_USE_V2_MODEL_RUNNER=0 forces V1: remove that or unset the variable."
+        )
 
 
 def _wrong_method(named: str, method: Any) -> str:
@@ -355,7 +366,8 @@ def _refuse_unsupported(config: Any, settings: Settings) -> None:
     named = _named(settings)
     if not config.use_v2_model_runner:
         raise SettingsError(
-            f"{named} needs Model Runner V2 but this engine uses V1: set VLLM_USE_V2_MODEL_RUNNER=1, or unset the variable."
+            f"{named} needs Model Runner V2 but vLLM chose V1 for this engine: set VLLM_USE_V2_MODEL_RUNNER=1, or unset the "
+            "variable."
         )
     if not settings.width_active:
         return
