@@ -24,7 +24,7 @@ class TorchAttentionMetadata:
     causal: bool | torch.Tensor  # for all, or [num_reqs]
 
 
-class TorchAttentionMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM is Any to mypy
+class TorchAttentionMetadataBuilder(AttentionMetadataBuilder):
     """Picks the fields of vLLM's common metadata."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class TorchAttentionMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[m
         )
 
 
-class TorchAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is Any to mypy
+class TorchAttentionImpl(AttentionImpl):
     """Cache per layer: [num_blocks, num_kv_heads, block_size, 2 * head_size], keys before values on the last axis."""
 
     def __init__(
@@ -130,7 +130,7 @@ class TorchAttentionImpl(AttentionImpl):  # type: ignore[misc]  # vLLM is Any to
         return mask
 
 
-class TorchAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vLLM is Any to mypy
+class TorchAttentionBackend(AttentionBackend):
     """What vLLM asks about the backend."""
 
     # vLLM calls do_kv_cache_update before forward; the drafter also calls it itself, for its context.

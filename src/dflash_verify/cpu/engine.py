@@ -9,6 +9,7 @@
 """
 
 import gc
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -162,20 +163,51 @@ def speculative_config(models: Models, drafter: Drafter, **fields: Any) -> dict[
 
 
 @contextmanager
+def plugin_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """DFLASH_ variables for the engines built inside: the plugin applied with exactly these, and reverted after.
+
+    In a process of its own vLLM loads the plugin once, with the environment that the process was started with.
+    """
+    from dflash_verify import overlays, plugin
+
+    before = {name: value for name, value in os.environ.items() if name.startswith("DFLASH_")}
+    kept = {name: value for name, value in before.items() if name == "DFLASH_CPU"}
+
+    def set_to(wanted: Mapping[str, str]) -> None:
+        for name in [name for name in os.environ if name.startswith("DFLASH_")]:
+            del os.environ[name]
+        os.environ.update(wanted)
+
+    set_to({**kept, **variables})
+    try:
+        plugin.register()
+        yield
+    finally:
+        overlays.revert()
+        set_to(before)
+
+
+@contextmanager
 def open_engine(
-    models: Models, drafter: Drafter | None = None, speculative: Mapping[str, Any] | None = None, **engine_args: Any
+    models: Models,
+    drafter: Drafter | None = None,
+    environ: Mapping[str, str] | None = None,
+    speculative: Mapping[str, Any] | None = None,
+    **engine_args: Any,
 ) -> Iterator[Engine]:
     """An engine for the generated target, with a drafter or without speculation.
 
-    speculative: fields on top of `speculative_config`. engine_args: fields of vLLM's EngineArgs on top of ENGINE_ARGS.
+    environ: DFLASH_ variables, such as DFLASH_VERIFY_TOKENS, for this engine only. speculative: fields on top of
+    `speculative_config`. engine_args: fields of vLLM's EngineArgs on top of ENGINE_ARGS.
     """
     from vllm import LLM
 
     fields = {**ENGINE_ARGS, **engine_args}
     if drafter is not None:
         fields["speculative_config"] = speculative_config(models, drafter, **(speculative or {}))
-    engine = Engine(LLM(model=str(models.target), **fields))
-    try:
-        yield engine
-    finally:
-        engine.close()
+    with plugin_environment(environ or {}):
+        engine = Engine(LLM(model=str(models.target), **fields))
+        try:
+            yield engine
+        finally:
+            engine.close()

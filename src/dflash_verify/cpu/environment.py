@@ -54,10 +54,12 @@ def missing_settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if environ.get(name) != value}
 
 
-def child_environment(environ: Mapping[str, str] | None = None, **extra: str) -> dict[str, str]:
-    """A copy of `environ` (default: this process's) in which a Python process finds and starts the CPU engine."""
+def child_environment(
+    environ: Mapping[str, str] | None = None, extra: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """`environ` (default: this process's) and `extra`, in which a Python process finds and starts the CPU engine."""
     base = dict(os.environ if environ is None else environ)
-    base |= missing_settings(base) | extra
+    base |= missing_settings(base) | dict(extra or {})
     paths = [p for p in base.get("PYTHONPATH", "").split(os.pathsep) if p]
     if str(PLUGIN_PATH) not in paths:
         paths.insert(0, str(PLUGIN_PATH))

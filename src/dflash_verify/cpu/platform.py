@@ -6,7 +6,7 @@ from typing import Any
 from vllm.platforms.cpu import CpuPlatform
 
 
-class InterpreterPlatform(CpuPlatform):  # type: ignore[misc]  # vLLM is Any to mypy
+class InterpreterPlatform(CpuPlatform):
     """CPU platform on which everything that is not a kernel stays as it is on a GPU."""
 
     @classmethod

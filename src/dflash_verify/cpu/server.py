@@ -166,7 +166,7 @@ def open_server(
     if drafter is not None:
         config = speculative_config(models, drafter, **(speculative or {}))
         command += ["--speculative-config", json.dumps(config)]
-    env = child_environment(**{trace.TRACE_VARIABLE: str(trace_file), **(environ or {})})
+    env = child_environment(extra={trace.TRACE_VARIABLE: str(trace_file), **(environ or {})})
     env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # `activate` sets it for in-process engines
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -13,7 +13,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 
-class InterpreterWorker(CPUWorker):  # type: ignore[misc]  # vLLM is Any to mypy
+class InterpreterWorker(CPUWorker):
     """One process that runs target and drafter on one CPU thread."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
