@@ -10,7 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Mode = Literal["width", "block"]
 
@@ -89,8 +89,8 @@ class Manifest(_Strict):
     targets: list[Target] = Field(min_length=1)
     consumers: list[Consumer] = []
 
-    @model_validator(mode="after")
-    def _releases_can_be_told_apart(self) -> "Manifest":
+    def require_complete(self) -> None:
+        """Raises ValueError unless all targets describe the same releases and the fingerprints tell them apart."""
         first = self.targets[0].releases()
         for target in self.targets:
             if target.releases() != first:
@@ -109,7 +109,6 @@ class Manifest(_Strict):
                 raise ValueError(
                     f"the fingerprints of {one} and {other} are equal, but only one of them needs the overlay"
                 )
-        return self
 
     @property
     def module(self) -> str:
@@ -135,11 +134,17 @@ def manifest_dir() -> Path:
     return installed if installed.is_dir() else here.parents[2] / "overlays"
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Raises ManifestError naming the file and what is wrong in it."""
+def read_manifest(path: Path, *, complete: bool = True) -> Manifest:
+    """Raises ManifestError naming the file and what is wrong in it.
+
+    complete: False while a release is being recorded, when some functions have it and others do not yet.
+    """
     try:
-        return Manifest(name=path.stem, **tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, ValidationError, TypeError) as error:
+        manifest = Manifest(name=path.stem, **tomllib.loads(path.read_text(encoding="utf-8")))
+        if complete:
+            manifest.require_complete()
+        return manifest
+    except (ValueError, TypeError) as error:
         raise ManifestError(f"{path}: {error}") from error
 
 
