@@ -131,7 +131,9 @@ class Steering:
         self._control = Control(control_file, draft_width, widths, log) if control_file else None
         self._trace: TextIO | None = open(trace_file, "a", buffering=1, encoding="utf-8") if trace_file else None  # noqa: SIM115
         self.published = draft_width if self._start == "auto" else int(self._start)
-        self.forced: int | None = None  # set while measuring (profile.py)
+        # Set while measuring (profile.py).
+        self.forced: int | None = None
+        self.on_step: Callable[[Step], Any] | None = None
         self._ended: list[str] = []
         self._last_end_s = 0.0
         self._busy = False
@@ -179,7 +181,9 @@ class Steering:
     def finished(self, step: Step, *, busy: bool) -> None:
         """The step's results are in. busy: whether requests remain, so that the next step follows at once."""
         self._busy = busy
-        controller = self.controller
+        if self.on_step is not None:
+            self.on_step(step)
+        controller = self.controller if self.forced is None else None
         if controller is not None:
             if step.ids:
                 controller.observe(step.ids, step.width, step.accepted, step.drafted)
@@ -190,6 +194,12 @@ class Steering:
         self._ended.clear()
         if self._trace is not None:
             self._write_trace(step)
+
+    def restart(self) -> None:
+        """As after start: a controller that has seen nothing, with the cost table that is stored now."""
+        if self.controller is not None:
+            self.controller = self._make_controller()
+        self.published = self.draft_width if self._start == "auto" else int(self._start)
 
     def ended(self, request_id: str) -> None:
         """Finished, aborted or preempted: nothing of the request stays once this step's results are in."""
