@@ -1,0 +1,97 @@
+"""`dflash-verify verify-gain` prints exact acceptance lengths for recorded probabilities, and refuses what is not one."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from dflash_verify.cli import main
+from dflash_verify.verify import expected_accepted, transport_bound
+
+TARGET = np.array([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.3, 0.3, 0.4], [0.2, 0.2, 0.6]])
+DRAFT = np.array([[0.2, 0.3, 0.5], [0.5, 0.25, 0.25], [0.1, 0.8, 0.1]])
+
+
+def record(path: Path, steps: int = 4000, **changes: np.ndarray) -> Path:
+    """`steps` blocks drawn from DRAFT, four to a request; rows ignore earlier tokens, so exact values are known."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "target": np.broadcast_to(TARGET, (steps, 4, 3)),
+        "draft": np.broadcast_to(DRAFT, (steps, 3, 3)),
+        "draft_tokens": np.stack([rng.choice(3, size=steps, p=row) for row in DRAFT], axis=1),
+        "request": np.arange(steps) // 4,
+    }
+    np.savez(path, **{**arrays, **changes})
+    return path
+
+
+def run(*args: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["verify-gain", *map(str, args)])
+    return result.exit_code, result.output
+
+
+def test_the_lengths_are_those_of_the_enumeration(tmp_path: Path) -> None:
+    code, output = run(record(tmp_path / "steps.npz"), "--json")
+    assert code == 0, output
+    report = json.loads(output)
+    assert report["steps"] == 4000
+    assert [row["width"] for row in report["widths"]] == [1, 2, 3]
+    for row in report["widths"]:
+        width = row["width"]
+        args = (TARGET[: width + 1], DRAFT[:width])
+        # What is left is the draw of the drafts before the last one: three half-widths of the 95 % interval, twice over.
+        slack = 1e-12 if width == 1 else 6 * 1.0 / np.sqrt(4000)
+        assert row["token_wise"] == pytest.approx(1 + expected_accepted(*args, "token"), abs=slack)
+        assert row["block"] == pytest.approx(1 + expected_accepted(*args, "block"), abs=slack)
+        assert row["bound"] == pytest.approx(1 + transport_bound(*args), abs=2 * slack)
+        exact_gain = expected_accepted(*args, "block") - expected_accepted(*args, "token")
+        assert abs(row["gain_tokens"] - exact_gain) <= 1e-12 + 2 * row["gain_tokens_95"], "about four standard errors"
+        assert row["token_wise"] <= row["block"] <= row["bound"]
+
+
+def test_the_table_names_every_width(tmp_path: Path) -> None:
+    code, output = run(record(tmp_path / "steps.npz", steps=8))
+    assert code == 0, output
+    for heading in ("width", "token-wise", "block", "bound"):
+        assert heading in output
+
+
+def test_greedy_drafts_are_said_to_gain_nothing(tmp_path: Path) -> None:
+    greedy = np.broadcast_to(np.eye(3)[:3], (50, 3, 3))
+    code, output = run(
+        record(tmp_path / "steps.npz", steps=50, draft=greedy, draft_tokens=np.tile(np.arange(3), (50, 1)))
+    )
+    assert code == 0, output
+    assert "No gain" in output
+
+
+def test_the_row_after_the_last_draft_may_be_left_out(tmp_path: Path) -> None:
+    with_row = run(record(tmp_path / "a.npz", steps=40), "--json")
+    without = run(record(tmp_path / "b.npz", steps=40, target=np.broadcast_to(TARGET[:3], (40, 3, 3))), "--json")
+    assert with_row == without
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"target": np.full((8, 4, 3), 0.3)}, "sums to 0.9"),
+        ({"draft_tokens": np.full((8, 3), 7)}, "outside 0 .. 2"),
+        ({"draft": np.full((8, 2, 3), 1 / 3)}, "one target row more"),
+        ({"request": np.arange(5)}, "differ in their number of steps"),
+    ],
+)
+def test_what_is_not_a_recording_is_refused_with_one_sentence(
+    tmp_path: Path, changes: dict[str, np.ndarray], says: str
+) -> None:
+    code, output = run(record(tmp_path / "steps.npz", steps=8, **changes))
+    assert code == 1
+    assert says in " ".join(output.split())
+
+
+def test_missing_arrays_and_other_files_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "empty.npz", target=TARGET[None])
+    assert "no array draft, draft_tokens" in run(tmp_path / "empty.npz")[1]
+    (tmp_path / "text.npz").write_text("no archive")
+    assert run(tmp_path / "text.npz")[0] == 1
