@@ -98,18 +98,19 @@ class Profile:
     """How acceptance goes. parts: survival curves by name.
 
     dwell: verifications until a request moves to the next part (0: each request keeps one part, in turn). drift: parts
-    blend over the request. gap_ms_per_token: arrivals are spread, one request each so many ms times its tokens.
+    blend over the request. load: 0 all requests wait from the start; else they arrive over time, at this share of what
+    the full width could serve.
     """
 
     parts: tuple[str, ...]
     dwell: int = 0
     drift: bool = False
     guided: tuple[str, ...] = ()
-    gap_ms_per_token: float = 0.0
+    load: float = 0.0
 
     @property
     def moves(self) -> bool:
-        return len(self.parts) > 1 or self.gap_ms_per_token > 0
+        return len(self.parts) > 1 or self.load > 0
 
 
 PROFILES = {
@@ -121,7 +122,7 @@ PROFILES = {
     "mixed31": Profile(("chat", "chat", "chat", "structured")),
     "drift": Profile(("hard", "structured"), drift=True),
     "guided": Profile(("structured", "prose", "prose"), guided=("structured",)),
-    "staggered": Profile(("prose", "code"), gap_ms_per_token=1.0),
+    "staggered": Profile(("prose", "code"), load=0.9),
 }
 
 
@@ -148,25 +149,29 @@ def _accepts(rng: np.random.Generator, profile: Profile, part: str, count: int) 
     return _draw(rng, np.broadcast_to(np.array(SURVIVAL[part]), (count, DRAFT_WIDTH)))
 
 
-def trace(profile_name: str, max_num_seqs: int, *, steps: int, seed: int) -> Trace:
-    """A workload of at least `steps` steps at full batch, whatever the width.
+def trace(profile_name: str, max_num_seqs: int, *, steps: int, seed: int, cost: CostTable | None = None) -> Trace:
+    """A workload of at least `steps` steps at full batch and width.
 
-    Requests want 200 to 1200 tokens each (fewer, longer ones at batch 1); lists last for any width, 0 included.
+    Requests want 200 to 1200 tokens each; lists last for any width, 0 included. cost: needed by profiles whose requests
+    arrive over time, to say how fast.
     """
     profile = PROFILES[profile_name]
+    if profile.load and cost is None:
+        raise ValueError(f"profile {profile_name!r} has arrivals over time; expected a cost table to set their rate")
     rng = np.random.default_rng(seed)
     curves = np.array([SURVIVAL[name] for name in profile.parts])
-    per_step = 1.0 + curves.sum(axis=1).max() if profile.drift or profile.dwell else 0.0
+    fastest = 1.0 + float(curves.sum(axis=1).max()) if profile.drift or profile.dwell else 0.0
+    step_ms = cost.step_ms(max_num_seqs, DRAFT_WIDTH) if cost is not None else 0.0
     wanted = steps * max_num_seqs
     requests: list[Request] = []
-    verifications = 0.0
-    clock = 0.0
+    verifications = clock_ms = 0.0
     while verifications < wanted or len(requests) < max_num_seqs:
         part = profile.parts[len(requests) % len(profile.parts)]
         tokens = int(rng.integers(200, 1201))
-        verifications += tokens / (per_step or 1.0 + sum(SURVIVAL[part]))
-        requests.append(
-            Request(f"r{len(requests)}", clock, tokens, part in profile.guided, _accepts(rng, profile, part, tokens))
-        )
-        clock += profile.gap_ms_per_token * tokens
+        own = tokens / (fastest or 1.0 + sum(SURVIVAL[part]))
+        accepts = _accepts(rng, profile, part, tokens)
+        requests.append(Request(f"r{len(requests)}", clock_ms, tokens, part in profile.guided, accepts))
+        verifications += own
+        if profile.load:
+            clock_ms += step_ms * own / max_num_seqs / profile.load
     return Trace(DRAFT_WIDTH, max_num_seqs, requests)

@@ -24,13 +24,15 @@ def draw(path: Path, trace: Trace, cost: CostTable, results: Mapping[str, Result
     figure, (over_time, rates, stairs) = plt.subplots(3, 1, figsize=(11, 12), constrained_layout=True)
 
     seconds = [ms / 1000.0 for ms in [*focus.starts_ms, focus.ms]]
-    over_time.stairs(focus.widths, seconds, color="tab:blue", linewidth=0.9, label=f"width ({focus.policy})")
+    over_time.stairs(
+        focus.widths, seconds, color="tab:blue", linewidth=0.9, baseline=None, label=f"width ({focus.policy})"
+    )
     over_time.set_ylim(-0.3, cost.draft_width + 0.5)
     over_time.set_yticks(cost.widths)
     over_time.set_ylabel("verify width K")
     over_time.set_xlabel("time, s")
     running = over_time.twinx()
-    running.stairs(focus.batches, seconds, color="tab:gray", alpha=0.5, linewidth=0.8)
+    running.stairs(focus.batches, seconds, color="tab:gray", alpha=0.5, linewidth=0.8, baseline=None)
     running.set_ylabel("requests running", color="tab:gray")
     running.set_ylim(0, trace.max_num_seqs * 1.1 + 1)
     over_time.set_title(f"{focus.policy}: {focus.tok_s:.1f} tok/s")

@@ -13,10 +13,8 @@ class Policy(Protocol):
 
     ahead: bool
 
-    def decide(
-        self, request_ids: list[str], guided: Sequence[bool], accepts: Sequence[int], left: Sequence[int]
-    ) -> int:
-        """A width for this batch. accepts, left: this step's draws and the tokens still wanted, for those who may know."""
+    def decide(self, request_ids: list[str], guided: Sequence[bool], accepts: Sequence[int]) -> int:
+        """A width for this batch. accepts: this step's draws, for those who may know."""
 
     def observe(self, request_ids: list[str], width: int, accepted: list[int], step_ms: float) -> None:
         """What a step has shown, `delay` steps later: accepted <= width."""
@@ -31,9 +29,7 @@ class Static:
     def __init__(self, width: int) -> None:
         self._width = width
 
-    def decide(
-        self, request_ids: list[str], guided: Sequence[bool], accepts: Sequence[int], left: Sequence[int]
-    ) -> int:
+    def decide(self, request_ids: list[str], guided: Sequence[bool], accepts: Sequence[int]) -> int:
         return self._width
 
     def observe(self, request_ids: list[str], width: int, accepted: list[int], step_ms: float) -> None:
@@ -50,12 +46,10 @@ class Oracle(Static):
         super().__init__(cost.draft_width)
         self._cost = cost
 
-    def decide(
-        self, request_ids: list[str], guided: Sequence[bool], accepts: Sequence[int], left: Sequence[int]
-    ) -> int:
+    def decide(self, request_ids: list[str], guided: Sequence[bool], accepts: Sequence[int]) -> int:
         best, best_rate = self._cost.draft_width, 0.0
         for width, ms in zip(self._cost.widths, self._cost.row(len(request_ids)), strict=True):
-            emitted = sum(min(min(a, width) + 1, n) for a, n in zip(accepts, left, strict=True))
+            emitted = sum(min(a, width) + 1 for a in accepts)
             if emitted / ms > best_rate:
                 best, best_rate = width, emitted / ms
         return best
@@ -76,9 +70,7 @@ class EmaMin:
         self._n = draft_width
         self._ema: dict[str, tuple[float, int]] = {}
 
-    def decide(
-        self, request_ids: list[str], guided: Sequence[bool], accepts: Sequence[int], left: Sequence[int]
-    ) -> int:
+    def decide(self, request_ids: list[str], guided: Sequence[bool], accepts: Sequence[int]) -> int:
         beliefs = [self._ema.setdefault(request_id, (float(self._n), 0)) for request_id in request_ids]
         if any(guided) or any(seen < self.YOUNG for _, seen in beliefs):
             return self._n
@@ -106,9 +98,7 @@ class Auto:
     def __init__(self, controller: WidthController) -> None:
         self.controller = controller
 
-    def decide(
-        self, request_ids: list[str], guided: Sequence[bool], accepts: Sequence[int], left: Sequence[int]
-    ) -> int:
+    def decide(self, request_ids: list[str], guided: Sequence[bool], accepts: Sequence[int]) -> int:
         return self.controller.decide(request_ids).width
 
     def observe(self, request_ids: list[str], width: int, accepted: list[int], step_ms: float) -> None:

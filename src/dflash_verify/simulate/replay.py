@@ -120,7 +120,7 @@ def replay(
         draws = accepts[place]
         while len(pending) >= delay:
             policy.observe(*pending.popleft())
-        decided = policy.decide(run_ids, run_guided, draws.tolist(), left[rows].tolist())
+        decided = policy.decide(run_ids, run_guided, draws.tolist())
         width, next_width = (next_width, decided) if policy.ahead else (decided, decided)
         step_ms = cost.step_ms(len(running), width)
         accepted = np.minimum(draws, width)

@@ -9,6 +9,10 @@ import numpy as np
 from dflash_verify.width.acceptance import ESTIMATORS, PRIOR_ROW, AcceptanceEstimator, IntArray
 from dflash_verify.width.cost import CostModel, CostTable
 
+Array = np.ndarray[Any, np.dtype[np.float64]]
+SQRT_2 = math.sqrt(2.0)
+SQRT_2PI = math.sqrt(2.0 * math.pi)
+
 
 class Decision(NamedTuple):
     """One step's width and why.
@@ -63,8 +67,9 @@ class WidthController:
     EXPLORE_START_STEPS = 3.0
     EXPLORE_SHARE = 0.005
     EXPLORE_CAP_STEPS = 9.0
-    EXPLORE_SDS = 1.5
-    OPTIMISM_SDS = 0.2
+    EXPLORE_HORIZON = 1000.0  # steps that a better width would serve
+    EXPLORE_SAMPLES = (1, 4, 16)
+    EXPLORE_SDS = 4.0  # not worth a computation beyond
     KEEP_REQUESTS = 1024  # requests never forgotten by the caller are dropped beyond this many (or 4 x the batch)
 
     def __init__(
@@ -100,7 +105,7 @@ class WidthController:
         self._batch_ids: list[str] = []
         self._batch_rows: IntArray = np.empty(0, dtype=np.intp)
         self._batch_stale = True
-        self._ones: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
+        self._ones: dict[int, Array] = {}
         self.steps = dict.fromkeys(self.widths, 0)
         self.probes = 0
         self.explorations = 0
@@ -200,20 +205,14 @@ class WidthController:
         plain, tokens = self._sums(expected, batch)
         ms, cov = self.cost.row(batch)
         last = self._last
-        if cov is None:
-            goodput = [t / c for t, c in zip(tokens, ms, strict=True)]
-            ratio_sd: list[float] | None = None
-        else:
-            own = np.diagonal(cov)
-            ratio_sd = np.sqrt(np.maximum(own + own[last] - 2.0 * cov[last], 0.0)).tolist()
-            goodput = [t / c * math.exp(self.OPTIMISM_SDS * sd) for t, c, sd in zip(tokens, ms, ratio_sd, strict=True)]
-        best = max(range(len(goodput)), key=goodput.__getitem__)
+        goodput = [t / c for t, c in zip(tokens, ms, strict=True)]
+        best = self._best_known(goodput) if cov is not None else max(range(len(goodput)), key=goodput.__getitem__)
         if self._seen < self.WARM_UP:
             chosen, why, best = self._widest, "warm-up", self._widest
         else:
             if goodput[best] < self.HYSTERESIS * goodput[last]:
                 best = last
-            chosen, why = self._look_around(best, tokens, ms, goodput, ratio_sd)
+            chosen, why = self._look_around(best, tokens, ms, goodput, cov)
         self._last = best
         width = self.widths[chosen]
         self.steps[width] += 1
@@ -230,7 +229,7 @@ class WidthController:
         self._decision = decision
         return decision
 
-    def _sums(self, expected: "np.ndarray[Any, np.dtype[np.float64]]", batch: int) -> tuple[list[float], list[float]]:
+    def _sums(self, expected: Array, batch: int) -> tuple[list[float], list[float]]:
         """Expected tokens per width over the batch: plain, and with each request weighted by 1 / its own tokens.
 
         Every request has a fixed number of tokens to emit, so a token for a request that emits few is worth more of a
@@ -249,30 +248,21 @@ class WidthController:
         scale = batch / fair[-1]
         return plain[:-1], [t * scale for t in fair[:-1]]
 
+    def _best_known(self, goodput: list[float]) -> int:
+        """The best width among those that were timed: no width is chosen on a guess of its cost."""
+        known = [j for j in range(len(goodput)) if j == self._widest or self.cost.known(j)]
+        return max(known, key=goodput.__getitem__)
+
     def _look_around(
-        self,
-        best: int,
-        tokens: list[float],
-        ms: list[float],
-        goodput: list[float],
-        ratio_sd: list[float] | None,
+        self, best: int, tokens: list[float], ms: list[float], goodput: list[float], cov: Array | None
     ) -> tuple[int, str]:
         """The width to run: the best, or now and then another one, paid from a bounded credit."""
         rate = tokens[best] / ms[best]
-        if ratio_sd is not None:
-            full_ms = ms[self._widest]
-            if self._explore_ms is None:
-                self._explore_ms = self.EXPLORE_START_STEPS * full_ms
-            cap = self.EXPLORE_CAP_STEPS * full_ms
-            self._explore_ms = min(self._explore_ms + self.EXPLORE_SHARE * ms[best], cap)
-            hope = [t / c * math.exp(self.EXPLORE_SDS * sd) for t, c, sd in zip(tokens, ms, ratio_sd, strict=True)]
-            j = max(range(len(hope)), key=hope.__getitem__)
-            if j != best and hope[j] > goodput[best]:
-                loss = max(0.0, ms[j] - tokens[j] / rate)
-                if loss <= self._explore_ms:
-                    self._explore_ms -= loss
-                    self.explorations += 1
-                    return j, "explore"
+        if cov is not None and self.cost.known(self._widest):
+            tried = self._worth_trying(best, tokens, ms, goodput, cov)
+            if tried is not None:
+                self.explorations += 1
+                return tried, "explore"
         if best == self._widest:
             self._since = self._blind = 0
             return best, "best"
@@ -288,6 +278,41 @@ class WidthController:
             self.probes += 1
             return wider, "probe"
         return best, "best"
+
+    def _worth_trying(
+        self, best: int, tokens: list[float], ms: list[float], goodput: list[float], cov: Array
+    ) -> int | None:
+        """A width whose cost is worth knowing better, if the credit pays for it.
+
+        The knowledge gradient: what m more timings are expected to gain over the horizon, less what they lose. A near-tie
+        that is well known gains nothing and is left alone, which a confidence bound would keep trying.
+        """
+        full_ms = ms[self._widest]
+        if self._explore_ms is None:
+            self._explore_ms = self.EXPLORE_START_STEPS * full_ms
+        cap = self.EXPLORE_CAP_STEPS * full_ms
+        self._explore_ms = min(self._explore_ms + self.EXPLORE_SHARE * ms[best], cap)
+        noise = self.cost.noise_var
+        beside = cov[best].tolist()
+        choice, most = None, 0.0
+        for j, variance in enumerate(np.diagonal(cov).tolist()):
+            if j == best:
+                continue
+            shared = variance - beside[j]  # what timing j says about the ratio of j to the best
+            gap = math.log(goodput[best] / goodput[j])
+            if shared <= 0.0 or gap * math.sqrt(variance) > self.EXPLORE_SDS * shared:
+                continue
+            loss = max(0.0, 1.0 - goodput[j] / goodput[best]) * ms[j] / ms[best]
+            for samples in self.EXPLORE_SAMPLES:
+                learned = shared / math.sqrt(variance + noise / samples)
+                z = gap / learned
+                gain = learned * (math.exp(-0.5 * z * z) / SQRT_2PI - z * 0.5 * math.erfc(z / SQRT_2))
+                value = self.EXPLORE_HORIZON * gain - samples * loss
+                if value > most and loss * ms[best] <= self._explore_ms:
+                    choice, most = j, value
+        if choice is not None:
+            self._explore_ms -= max(0.0, 1.0 - goodput[choice] / goodput[best]) * ms[choice]
+        return choice
 
     def snapshot(self) -> dict[str, Any]:
         """For the live view and metrics: the last decision, what is believed, how often each width was decided."""

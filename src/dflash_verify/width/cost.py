@@ -264,14 +264,15 @@ class CostModel:
     # A table measured here: corrected, hardly doubted. A table from elsewhere: wrong by a third per width. None: the
     # saving per width is a guess, the level unknown.
     MEASURED = Doubt(level=0.10, batch=0.05, slope=0.02, width=0.02, cell=0.01)
-    FOREIGN = Doubt(level=0.30, batch=0.15, slope=0.10, width=0.25, cell=0.05)
-    ABSENT = Doubt(level=0.50, batch=0.30, slope=0.25, width=0.12, cell=0.05)
+    FOREIGN = Doubt(level=0.30, batch=0.15, slope=0.10, width=0.30, cell=0.05)
+    ABSENT = Doubt(level=0.50, batch=0.30, slope=0.25, width=0.20, cell=0.05)
     GUESS_PER_WIDTH = 0.04  # without a table: log step time saved per width at batch 1 ...
     GUESS_BATCH = 0.15  # ... and how that grows per doubling of the batch
     NOISE = 0.12  # sd of log step time until it is known better
     NOISE_RANGE = (0.02, 0.20)
     OUTLIER = 2.5  # predictive sds beyond which a step's influence stops growing (Huber)
-    FIRST = 5  # steps whose median sets the level: the very first may be a spike
+    EARLY = 3  # a width's first steps are believed together: any single one may be a spike ...
+    EARLY_SPREAD = 0.35  # ... so they are clipped to this much around their median
     FORGET = 2e-5  # per step, towards the starting doubt
     FORGET_EVERY = 32
     REACH = 4.0  # doublings of the batch over which width offsets stay alike
@@ -292,7 +293,8 @@ class CostModel:
         self._cov = np.empty((0, 0))
         self._start = np.empty((0, 0))
         self._noise_var = self.NOISE**2
-        self._first: list[tuple[int, int, float]] | None = None if self.trusted else []
+        self._early: dict[int, list[tuple[int, float]]] = {} if self.trusted else {j: [] for j in range(len(widths))}
+        self._levelled = self.trusted
         self._level = 0.0
         self.observed_steps = 0
         self._cache: dict[int, tuple[list[float], Array | None]] = {}
@@ -301,6 +303,15 @@ class CostModel:
     def learning(self) -> bool:
         """Whether narrower and wider widths must be tried to know what they cost."""
         return not self.trusted
+
+    def known(self, j: int) -> bool:
+        """Whether width number j has been timed at all, here or in the table that is trusted."""
+        return j not in self._early
+
+    @property
+    def noise_var(self) -> float:
+        """Variance of one step's log time around what was expected."""
+        return self._noise_var
 
     def group(self, batch: int) -> int:
         """The batch size whose cells this one shares."""
@@ -385,15 +396,20 @@ class CostModel:
         x = math.log(step_ms)
         self.observed_steps += 1
         self._cache.clear()
-        if self._first is not None:
-            self._first.append((batch, j, x))
-            residuals = sorted(y - self._guess(b)[i] for b, i, y in self._first)
-            self._level = residuals[len(residuals) // 2]
-            if len(self._first) < self.FIRST:
+        early = self._early.get(j)
+        if early is not None:
+            early.append((batch, x))
+            residuals = sorted(y - self._guess(b)[j] for b, y in early)
+            middle = residuals[len(residuals) // 2]
+            if not self._levelled:
+                self._level = middle
+            if len(early) < self.EARLY:
                 return
-            first, self._first = self._first, None
-            for b, i, y in first:
-                self._learn(b, i, y)
+            del self._early[j]
+            self._levelled = True
+            for b, y in early:
+                guess = self._guess(b)[j] + middle
+                self._learn(b, j, min(max(y, guess - self.EARLY_SPREAD), guess + self.EARLY_SPREAD))
             return
         self._learn(batch, j, x)
 
