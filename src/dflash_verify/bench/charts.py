@@ -2,10 +2,10 @@
 
 import base64
 import io
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dflash_verify.bench.summary import Row, Summary, counted_runs
@@ -13,6 +13,7 @@ from dflash_verify.bench.verdict import arm_labels
 
 # Baselines are grey; the others keep hue order and differ in marker too, for readers who do not tell the hues apart.
 _MARKERS = "osD^vPX*"
+_MIN_STEPS_PER_POINT = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,18 @@ DARK = Theme(
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """title, one sentence that says how to read it, and a function that draws it on axes."""
+    """title, one sentence that says how to read it, and a function that draws it on axes.
+
+    on_sheet: it is one of those on the PNG.
+    """
 
     title: str
     reading: str
     draw: Callable[[Any, Theme], None]
+    on_sheet: bool = True
+
+
+Look = Callable[[str, Theme], dict[str, Any]]
 
 
 def charts(manifest: dict[str, Any], records: list[dict[str, Any]], summary: Summary) -> list[Chart]:
@@ -52,22 +60,27 @@ def charts(manifest: dict[str, Any], records: list[dict[str, Any]], summary: Sum
         colour = theme.baseline if baseline else theme.hues[hue % len(theme.hues)]
         return {"color": colour, "marker": _MARKERS[index % len(_MARKERS)]}
 
+    sizes = sorted({(row.max_num_seqs, row.concurrency) for row in summary.rows})
     found = [
         Chart(
-            "Throughput",
+            f"Throughput, {_size(*size)}",
             "Tokens per second over all streams; the bar is the 95 % interval of the median run.",
-            lambda ax, theme: _throughput(ax, theme, summary, labels, look),
+            partial(_throughput, rows=_of_size(summary, size), labels=labels, look=look),
+            on_sheet=size in (sizes[0], sizes[-1]),
         )
+        for size in sizes
     ]
-    workload = _most_informative(summary)
-    if workload is not None:
-        found.append(
-            Chart(
-                f"Acceptance per position: {workload}",
-                "Share of the verified drafts at a position that were accepted.",
-                lambda ax, theme: _acceptance(ax, theme, summary, workload, labels, look),
-            )
+    steepest = _most_informative(summary)
+    found += [
+        Chart(
+            f"Acceptance per position, {workload}",
+            f"Share of the verified drafts at a position that were accepted, {_size(*sizes[0])}.",
+            partial(_acceptance, rows=rows, labels=labels, look=look),
+            on_sheet=workload == steepest,
         )
+        for workload in dict.fromkeys(row.workload for row in summary.rows)
+        if any(rows := [r for r in _of_size(summary, sizes[0]) if r.workload == workload and r.accepted])
+    ]
     found.append(
         Chart(
             "Verify width over time",
@@ -85,21 +98,26 @@ def charts(manifest: dict[str, Any], records: list[dict[str, Any]], summary: Sum
     return found
 
 
-Look = Callable[[str, Theme], dict[str, Any]]
+def _size(max_num_seqs: int, concurrency: int) -> str:
+    streams = f"{concurrency} stream{'s' if concurrency > 1 else ''}"
+    return f"{streams} of {max_num_seqs} slots" if max_num_seqs else streams
 
 
-def _throughput(ax: Any, theme: Theme, summary: Summary, labels: dict[str, str], look: Look) -> None:
-    rows = [row for row in summary.rows if row.tok_s is not None]
-    places = list(dict.fromkeys(_short_place(row) for row in rows))
+def _of_size(summary: Summary, size: tuple[int, int]) -> list[Row]:
+    return [row for row in summary.rows if (row.max_num_seqs, row.concurrency) == size]
+
+
+def _throughput(ax: Any, theme: Theme, rows: list[Row], labels: dict[str, str], look: Look) -> None:
+    places = list(dict.fromkeys(row.workload for row in rows))
     arms = [arm for arm in labels if any(row.arm == arm for row in rows)]
     seen: set[str] = set()
     for row in rows:
         assert row.tok_s is not None
-        # Arms of one place lie side by side within 0.7 of the row.
+        # Arms of one workload lie side by side within 0.7 of its row.
         offset = (arms.index(row.arm) + 0.5) / len(arms) - 0.5
         ax.errorbar(
             row.tok_s.median,
-            places.index(_short_place(row)) + 0.7 * offset,
+            places.index(row.workload) + 0.7 * offset,
             xerr=[[row.tok_s.median - row.tok_s.low], [row.tok_s.high - row.tok_s.median]],
             label=labels[row.arm] if row.arm not in seen else None,
             linestyle="none",
@@ -118,11 +136,6 @@ def _throughput(ax: Any, theme: Theme, summary: Summary, labels: dict[str, str],
     _legend(ax, theme)
 
 
-def _short_place(row: Row) -> str:
-    slots = f" ({row.max_num_seqs} slots)" if row.max_num_seqs else ""
-    return f"{row.workload} x{row.concurrency}{slots}"
-
-
 def _most_informative(summary: Summary) -> str | None:
     """The workload whose acceptance falls most from first to last position: there a width has something to decide."""
     falls = {
@@ -133,20 +146,15 @@ def _most_informative(summary: Summary) -> str | None:
     return max(falls, key=lambda name: falls[name]) if falls else None
 
 
-def _acceptance(ax: Any, theme: Theme, summary: Summary, workload: str, labels: dict[str, str], look: Look) -> None:
-    rows = [row for row in summary.rows if row.workload == workload]
-    concurrency = min(row.concurrency for row in rows)
-    seqs = min(row.max_num_seqs for row in rows)
+def _acceptance(ax: Any, theme: Theme, rows: list[Row], labels: dict[str, str], look: Look) -> None:
     for row in rows:
-        if (row.concurrency, row.max_num_seqs) != (concurrency, seqs):
-            continue
         points = [(i + 1, a) for i, a in enumerate(row.acceptance) if a is not None]
         if points:
             ax.plot(
                 *zip(*points, strict=True), label=labels[row.arm], markersize=5, linewidth=1.6, **look(row.arm, theme)
             )
     ax.set_ylim(0, 1.03)
-    ax.set_xlabel(f"draft position ({concurrency} stream{'s' if concurrency > 1 else ''})")
+    ax.set_xlabel("draft position")
     ax.set_ylabel("accepted / verified")
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.grid(axis="y", color=theme.grid)
@@ -172,18 +180,22 @@ def width_points(records: list[dict[str, Any]]) -> list[tuple[str, list[tuple[fl
                 "draft_tokens": (run["after"]["draft_tokens"] or 0) - (run["before"]["draft_tokens"] or 0),
             },
         ]
-        points = []
-        for earlier, later in itertools.pairwise(timeline):
+        points: list[tuple[float, float]] = []
+        earlier = timeline[0]
+        for later in timeline[1:]:
             moved = {int(w): n - earlier["steps"].get(w, 0) for w, n in later["steps"].items()}
-            steps = sum(moved.values())
             drafts = (later["drafts"] or 0) - (earlier["drafts"] or 0)
-            if steps:
-                width = sum(w * n for w, n in moved.items()) / steps
-            elif drafts and not later["steps"]:
-                width = ((later["draft_tokens"] or 0) - (earlier["draft_tokens"] or 0)) / drafts
-            else:
+            weight = sum(moved.values()) if later["steps"] else drafts
+            # A sample that caught two steps is noise, unless the whole run was that short.
+            if weight < _MIN_STEPS_PER_POINT and not (later is timeline[-1] and not points):
                 continue
-            points.append((at + (earlier["s"] + later["s"]) / 2, width))
+            if later["steps"]:
+                width = sum(w * n for w, n in moved.items()) / weight if weight else None
+            else:
+                width = ((later["draft_tokens"] or 0) - (earlier["draft_tokens"] or 0)) / drafts if drafts else None
+            if width is not None:
+                points.append((at + (earlier["s"] + later["s"]) / 2, width))
+            earlier = later
         found.append((cell.arm, points))
     return found
 
@@ -291,10 +303,10 @@ def _themed(theme: Theme, salt: str) -> Iterator[Any]:
         yield Figure
 
 
-def svg_data_url(chart: Chart, theme: Theme, height_in: float = 3.4) -> str:
+def svg_data_url(chart: Chart, theme: Theme) -> str:
     """One chart as a data URL for an img element."""
     with _themed(theme, chart.title) as figure_class:
-        figure = figure_class(figsize=(5.2, height_in), layout="constrained")
+        figure = figure_class(figsize=(5.2, 3.4), layout="constrained")
         chart.draw(figure.subplots(), theme)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -302,17 +314,19 @@ def svg_data_url(chart: Chart, theme: Theme, height_in: float = 3.4) -> str:
 
 
 def png(all_charts: list[Chart], title: str, footer: str) -> bytes:
-    """All charts on one light sheet with the verdict above."""
+    """The main charts on one light sheet with the verdict above."""
+    shown = [chart for chart in all_charts if chart.on_sheet]
+    rows = -(-len(shown) // 2)
     with _themed(LIGHT, "sheet") as figure_class:
-        figure = figure_class(figsize=(13, 9.4), layout="constrained", dpi=120)
+        figure = figure_class(figsize=(13, 1.6 + 4.0 * rows), layout="constrained", dpi=120)
         figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)
-        figure.suptitle(title, x=0.012, ha="left", fontsize=12.5, color=LIGHT.ink, wrap=True)
+        figure.suptitle(title, x=0.012, ha="left", fontsize=11.5, color=LIGHT.ink, linespacing=1.4)
         figure.supxlabel(footer, x=0.012, ha="left", fontsize=8.5, color=LIGHT.muted)
-        axes = figure.subplots(2, 2).ravel()
-        for ax, chart in zip(axes, all_charts, strict=False):
+        axes = figure.subplots(rows, 2, squeeze=False).ravel()
+        for ax, chart in zip(axes, shown, strict=False):
             chart.draw(ax, LIGHT)
             ax.set_title(chart.title, loc="left", fontsize=11, color=LIGHT.ink, pad=24)
-        for ax in axes[len(all_charts) :]:
+        for ax in axes[len(shown) :]:
             ax.set_visible(False)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", metadata={"Software": None})

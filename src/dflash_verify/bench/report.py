@@ -37,7 +37,7 @@ def write_report(directory: Path, mixed_file: Path | None = None) -> tuple[Path,
     return html_path, png_path
 
 
-def _wrapped(paragraphs: list[str], width: int = 150) -> list[str]:
+def _wrapped(paragraphs: list[str], width: int = 140) -> list[str]:
     import textwrap
 
     return [line for paragraph in paragraphs for line in textwrap.wrap(paragraph, width)]
@@ -70,7 +70,6 @@ def _html(
     arms = len({c.arm for c in summary.comparisons if c.effect.verdict != "drift"}) or len(summary.rows)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(files("dflash_verify.bench").joinpath("report.html.j2").read_text())
-    rows_height = 1.2 + 0.13 * len(summary.rows)
     return template.render(
         title=f"{'Bracket' if len(labels) > 1 else 'Benchmark'}: {facts['model']}",
         subtitle=f"{_day(manifest)} · vLLM {facts['version']} · {' · '.join(labels.values())}",
@@ -85,10 +84,10 @@ def _html(
             {
                 "title": chart.title,
                 "reading": chart.reading,
-                "light": svg_data_url(chart, LIGHT, max(3.4, rows_height) if index == 0 else 3.4),
-                "dark": svg_data_url(chart, DARK, max(3.4, rows_height) if index == 0 else 3.4),
+                "light": svg_data_url(chart, LIGHT),
+                "dark": svg_data_url(chart, DARK),
             }
-            for index, chart in enumerate(drawn)
+            for chart in drawn
         ],
         conditions=_conditions(manifest, records, summary, facts),
         mixed=None if mixed is None else _mixed(mixed),
