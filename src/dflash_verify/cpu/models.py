@@ -248,4 +248,36 @@ def _weights() -> dict[str, dict[str, torch.Tensor]]:
     dspark = random.drafter()
     dspark["markov_head.markov_w1.weight"] = predecessor
     dspark["markov_head.markov_w2.weight"] = 30.0 * successor
-    return {"target": target, "dflash2": dflash2, "dflash": random.drafter(), "dspark": dspark}
+    dflash = _rule_by_attention(random.drafter(), embedding, head, believed)
+    return {"target": target, "dflash2": dflash2, "dflash": dflash, "dspark": dspark}
+
+
+def _rule_by_attention(
+    tensors: dict[str, torch.Tensor], embedding: torch.Tensor, head: torch.Tensor, believed: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Plain DFlash has no table from token to token: its first layer is made to look at the anchor and apply the rule.
+
+    Every mask slot then proposes the successor of the anchor, which is right for the first slot. Embedding and head:
+    [vocab, hidden]; believed: [vocab], the token that the drafter expects next.
+    """
+    letters = torch.tensor(list(LETTERS))
+    head_dim = int(str(_QWEN3["head_dim"]))
+    still = head_dim // 2 - 1  # the dimension that rotary embedding turns least: the same for all eight slots
+    # A key with one dimension is a sign, since keys are normalised: plus for letters, minus for the mask token, and zero
+    # for the context, whose features are not used.
+    seen = torch.cat((embedding[letters], embedding[MASK_ID][None]))
+    sign = torch.ones(len(seen))
+    sign[-1] = -1.0
+    towards = torch.linalg.lstsq(seen, sign[:, None]).solution[:, 0]
+    prefix = "layers.0.self_attn."
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        tensors[f"{prefix}{name}.weight"].zero_()
+    tensors[prefix + "k_proj.weight"][still] = towards
+    tensors[prefix + "q_proj.weight"][still] = -towards  # queries are mask tokens
+    tensors[prefix + "q_norm.weight"].fill_(4.0)  # scores of 16, 0 and -16: all of the attention
+    # The value is which letter it is, the output the head row of its successor.
+    tensors[prefix + "v_proj.weight"][:head_dim] = torch.linalg.pinv(embedding[letters].T)
+    tensors[prefix + "o_proj.weight"][:, :head_dim] = 8.0 * head[believed[letters]].T
+    for name in ("fc", "layers.1.self_attn.o_proj", "layers.0.mlp.down_proj", "layers.1.mlp.down_proj"):
+        tensors[name + ".weight"].zero_()
+    return tensors

@@ -7,6 +7,7 @@ the same for stock vLLM.
 import functools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -118,3 +119,28 @@ def read(path: Path) -> Iterator[Step]:
         if line.endswith("\n"):  # the last line may be half written
             step = json.loads(line)
             yield Step(tuple(RequestStep(**r) for r in step["requests"]), tuple(step["resumed"]))
+
+
+def shortened(steps: Iterable[Step], width: int) -> Counter[str]:
+    """How often, and why, a request past its prefill verified other than `width` drafts.
+
+    The reasons that vLLM has: "end of context" (fewer tokens are left than the width asks for), "first after prefill" (no
+    drafts were published for it yet) and "not in the step before" (its drafts were dropped: preempted, or left out for
+    want of budget). Anything else is "unexplained".
+    """
+    reasons: Counter[str] = Counter()
+    last_seen: dict[str, tuple[int, bool]] = {}
+    for number, step in enumerate(steps):
+        for row in step.requests:
+            seen, was_prefill = last_seen.get(row.request, (-1, True))
+            if not row.prefill and row.drafts != width:
+                if row.drafts < width and row.room <= width + 1:
+                    reasons["end of context"] += 1
+                elif row.drafts < width and seen != number - 1:
+                    reasons["not in the step before"] += 1
+                elif row.drafts < width and was_prefill:
+                    reasons["first after prefill"] += 1
+                else:
+                    reasons["unexplained"] += 1
+            last_seen[row.request] = (number, row.prefill)
+    return reasons
