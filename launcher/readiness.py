@@ -110,7 +110,7 @@ def warm_up(server: Server, max_num_seqs: int, widths: Sequence[int]) -> list[in
     return sorted(set(widths) - used)
 
 
-def settled_widths(server: Server, within_s: float = 15) -> dict[int, float]:
+def settled_widths(server: Server, within_s: float = 5) -> dict[int, float]:
     """The plugin's counters, which vLLM publishes with a delay after the last step."""
     deadline = time.monotonic() + within_s
     while not (widths := server.widths()) and time.monotonic() < deadline:

@@ -206,8 +206,6 @@ def _start(deployment: Deployment) -> int:
 def _serves_already(d: Deployment) -> bool:
     """Whether this very configuration is up; leftovers are removed, another configuration is refused."""
     before = state.read()
-    healthy = d.server.healthy()
-    ready = healthy and (before is None or before.ready)
     if before and before.containers != d.started().containers and any(_inspect(before)):
         raise LaunchError(
             "a server with other hosts or another SERVER_NAME was started from here: ./start.sh stop first."
@@ -215,6 +213,7 @@ def _serves_already(d: Deployment) -> bool:
     found = _inspect(d.started(), complain=True)
     if not any(found):
         return False
+    ready = (before is None or before.ready) and d.server.healthy()
     same = all(line.split()[:1] == ["running"] and line.split()[2:] == [d.ranks[0].config] for line in found)
     if same and ready:
         print(f"Already serving with these settings: {d.server.url}")
@@ -363,6 +362,7 @@ class _Ranks:
         self._d = d
         self._waiters: dict[Host, subprocess.Popen[str]] = {}
         self._lost_since: dict[Host, float] = {}
+        self._connected: dict[Host, float] = {}
 
     def __enter__(self) -> "_Ranks":
         for host in self._d.hosts:
@@ -376,24 +376,25 @@ class _Ranks:
     def _wait_for(self, host: Host) -> None:
         text = self._d.runtime.wait(self._d.rank_of(host).container)
         self._waiters[host] = host.begin(text, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self._connected[host] = time.monotonic()
 
     def check(self) -> None:
         """LaunchError when a rank has ended, or when a host has been out of reach for too long."""
-        for host, process in self._waiters.items():
+        now = time.monotonic()
+        for host, process in list(self._waiters.items()):
             code = process.poll()
             if code is None:
                 continue
             assert process.stdout is not None
             said = process.stdout.read().strip()
-            if code == 0:
-                raise LaunchError(self._ended(host, said))
-            since = self._lost_since.setdefault(host, time.monotonic())
             if not host.ssh or code != 255:
-                raise LaunchError(self._ended(host, "unknown"))
-            if time.monotonic() - since > LOST_S:
+                raise LaunchError(self._ended(host, said if code == 0 else "unknown"))
+            # The connection was lost, which says nothing about the rank. One that held for a while begins a new count.
+            if now - self._connected[host] > LOST_S:
+                self._lost_since.pop(host, None)
+            if now - self._lost_since.setdefault(host, now) > LOST_S:
                 raise LaunchError(f"{host.name} has been out of reach for {LOST_S} s: check cable and host.")
             self._wait_for(host)
-            return
 
     def _ended(self, host: Host, code: str) -> str:
         name = self._d.rank_of(host).container

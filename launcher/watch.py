@@ -17,6 +17,8 @@ from launcher import state
 from launcher.hosts import Host, end
 from launcher.runtimes import runtime
 
+ASK_S = 20
+POLL_S = 0.5
 RETRY_S = 5
 WORD = "watch-ranks"
 
@@ -60,40 +62,42 @@ def run() -> int:
     names = {role: name for role, _, name in started.containers}
     hosts = serve.hosts_of(started)
     waiters: dict[Host, subprocess.Popen[str]] = {}
+    lost: set[Host] = set()
     try:
         while True:
             for host in hosts:
                 process = waiters.get(host)
                 if process is None:
-                    waiters[host] = host.begin(
-                        kind.wait(names[host.role]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-                    )
-                elif process.poll() is not None:
-                    del waiters[host]
-                    if process.returncode != 255 or not host.ssh:
-                        return _stop_all(host, names[host.role])
-                    _say(f"{host.name} is out of reach; trying again.")
+                    text = kind.wait(names[host.role])
+                    waiters[host] = host.begin(text, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                    continue
+                if process.poll() is None:
+                    continue
+                del waiters[host]
+                found = host.run(kind.inspect(names[host.role]), ASK_S)
+                if not found.ok:
+                    # A host that does not answer is not a rank that has ended.
+                    if host not in lost:
+                        _say(f"{host.name} is out of reach; trying again every {RETRY_S} s.")
+                    lost.add(host)
                     time.sleep(RETRY_S)
-            time.sleep(0.5)
+                elif found.out.startswith(("running", "restarting")):
+                    lost.discard(host)
+                else:
+                    return _stop_all(started, host, names[host.role])
+            time.sleep(POLL_S)
     finally:
         for process in waiters.values():
             end(process)
 
 
-def _stop_all(host: Host, name: str) -> int:
+def _stop_all(started: state.Started, host: Host, name: str) -> int:
     from launcher import serve
 
-    started = state.read()
-    if started is None:
+    if state.read() is None:
         return 0  # stopped by hand
-    if (
-        started.runtime == "docker"
-        and host.run(f"docker inspect --format '{{{{.State.Running}}}}' {name}", 20).out == "true"
-    ):
-        _say(f"{host.name}: {name} was restarted by docker.")
-        return run()
-    _say(f"{host.name}: {name} has ended; stopping the other ranks. Its log is kept until the next start.")
-    log = host.run(runtime(started.runtime).logs(name, 200, False), 20).out
+    _say(f"{host.name}: {name} has ended; stopping the other ranks and keeping its last lines.")
+    log = host.run(runtime(started.runtime).logs(name, 200, False), ASK_S).out
     (state.folder() / f"{host.role}.last.log").write_text(log + "\n", encoding="utf-8", errors="replace")
     return serve.stop_started(started, quiet=True)
 
