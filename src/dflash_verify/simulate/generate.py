@@ -81,16 +81,15 @@ COSTS = {
     "padding-jump": _table(_padding_jump, (1, 2, 3, 4, 8, 16)),
 }
 
-# (cost model, requests at a time): every cost model at the batch sizes it is used for.
+# (cost model, requests at a time): each cost model at a batch it is used for, and the ends of the range.
 SETTINGS = (
-    ("spark", 1),
     ("spark", 4),
     ("spark-quantised", 4),
     ("h200-dense", 32),
-    ("h200-dense", 256),
     ("h200-moe", 16),
     ("padding-jump", 8),
 )
+EXTRA_SETTINGS = (("spark", 1), ("h200-dense", 256))
 
 
 @dataclass(frozen=True)
@@ -124,6 +123,17 @@ PROFILES = {
     "guided": Profile(("structured", "prose", "prose"), guided=("structured",)),
     "staggered": Profile(("prose", "code"), load=0.9),
 }
+
+
+def wrong_table(cost: CostTable, seed: int, error: float = 0.3) -> CostTable:
+    """A table in which every width is off by `error`, up or down, at all batch sizes alike."""
+    rng = np.random.default_rng(seed)
+    while True:
+        factors = 1.0 + error * rng.choice((-1.0, 1.0), size=len(cost.widths))
+        if len(set(factors.tolist())) > 1:  # all alike would be a right table
+            break
+    cells = {b: tuple(ms * f for ms, f in zip(row, factors.tolist(), strict=True)) for b, row in cost.cells.items()}
+    return CostTable(cost.draft_width, cost.widths, cells)
 
 
 def _draw(rng: np.random.Generator, survival: Array) -> npt.NDArray[np.intp]:

@@ -25,8 +25,9 @@ class AcceptanceEstimator(Protocol):
         """Tokens that each request emits at each width, [B, W + 1]; the last column is 1 (so that sums of weights fall
         out of the same matrix product)."""
 
-    def observe(self, rows: IntArray, accepted: IntArray, drafted: IntArray) -> None:
-        """Learn from one step. accepted, drafted: [B], 0 <= accepted <= drafted <= N; drafted 0 shows nothing."""
+    def observe(self, rows: IntArray, accepted: IntArray, drafted: int | IntArray) -> None:
+        """Learn from one step. accepted: [B]; drafted: drafts that were offered, for all or [B]. Both 0 .. N; more
+        accepted than drafted counts as all of them, drafted 0 shows nothing."""
 
     def pass_step(self, rows: IntArray) -> None:
         """A step that verified nothing (width 0): time passed, beliefs fade towards the shared prior."""
@@ -34,14 +35,37 @@ class AcceptanceEstimator(Protocol):
     def admit(self, row: int) -> None:
         """Start a request in `row`, informed by the shared prior."""
 
+    def release(self, row: int) -> None:
+        """The request of `row` has ended; the row may be given to another."""
+
     def survival(self) -> Array:
         """The shared prior's survival curve, [N]: P(first i drafts accepted)."""
 
 
-def outcome_index(accepted: IntArray, drafted: IntArray, draft_width: int) -> IntArray:
-    """Row of the outcome tables: `accepted` where a draft was rejected, N + 1 further on where all were accepted."""
-    index: IntArray = accepted + (draft_width + 1) * (accepted == drafted)
-    return index
+def _outcome_table(draft_width: int) -> IntArray:
+    """Row of the outcome tables by [drafted, accepted]: `accepted` where a draft was rejected, N + 1 further on where all
+    that were offered were accepted."""
+    drafted, accepted = np.indices((draft_width + 1, draft_width + 1))
+    shown = np.minimum(accepted, drafted)
+    table: IntArray = shown + (draft_width + 1) * (shown == drafted)
+    return table
+
+
+class _Outcomes:
+    """Looks up outcomes for a step, all requests at one width or each at its own."""
+
+    def __init__(self, draft_width: int) -> None:
+        self._table = _outcome_table(draft_width)
+        self._by_width = list(self._table)
+        self._flat = self._table.ravel()
+        self._stride = draft_width + 1
+
+    def __call__(self, accepted: IntArray, drafted: int | IntArray) -> IntArray:
+        if isinstance(drafted, int):
+            uniform: IntArray = self._by_width[drafted].take(accepted)
+            return uniform
+        mixed: IntArray = self._flat.take(drafted * self._stride + accepted)
+        return mixed
 
 
 def _outcome_masks(draft_width: int) -> tuple[Array, Array]:
@@ -90,84 +114,127 @@ class ClassFilter:
         self._flat = np.empty(classes)
         self._flat[:geometric] = (1.0 - self.ALL_OR_NOTHING_MASS) / geometric
         self._flat[geometric:] = self.ALL_OR_NOTHING_MASS / len(self.ALL_OR_NOTHING)
+        self._switch_flat = self.SWITCH * self.FLAT * self._flat
         self.prior = self._flat.copy()
         self.shape = np.zeros(n)  # delta, added to the logits; position 1 stays 0: it defines the level
         self._information = np.zeros(n)
+        self._outcome = _Outcomes(n)
         self._trial, self._success = _outcome_masks(n)
         self._updates = 0
         self._posterior = np.tile(self.prior, (MIN_ROWS, 1))
-        self._seen = np.zeros(MIN_ROWS, dtype=np.int64)
+        self._young: dict[int, int] = {}  # rows that have shown too little to speak about shape -> observations so far
+        self._shape_beliefs: list[Array] = []  # beliefs before, and outcomes of, the steps since the last rebuild
+        self._shape_outcomes: list[IntArray] = []
+        # The batch of the last step stays gathered while it stays the same array: no copy to and from the rows.
+        self._rows = np.zeros(1, dtype=np.intp)
+        self._belief = self._posterior[:1].copy()
         self._rebuild()
-        self._tokens = self._posterior @ self._gain
+        self._tokens = self._belief @ self._gain
+        self._averages: dict[int, Array] = {}
 
     def _rebuild(self) -> None:
         hazard = 1.0 / (1.0 + np.exp(-(self._logit + self.shape)))
         self._survival = np.ones((self.classes, self._n + 1))
         np.cumprod(hazard, axis=1, out=self._survival[:, 1:])
         s = self._survival.T  # [N + 1, C]
-        self._likelihood = np.vstack([s, s])
+        self._likelihood = np.concatenate([s, s])
         self._likelihood[: self._n] -= s[1:]
         tokens = np.cumsum(self._survival, axis=1)  # sum over S_0 .. S_i = 1 + expected accepted at width i
-        self._gain = np.concatenate([tokens[:, self._widths], np.ones((self.classes, 1))], axis=1)
-
-    def _grow(self, rows: int) -> None:
-        have = len(self._posterior)
-        if rows < have:
-            return
-        size = max(rows + 1, 2 * have)
-        self._posterior = np.resize(self._posterior, (size, self.classes))
-        self._tokens = np.resize(self._tokens, (size, self._tokens.shape[1]))
-        self._seen = np.resize(self._seen, size)
+        self._gain = np.ones((self.classes, len(self._widths) + 1))
+        self._gain[:, :-1] = tokens[:, self._widths]
 
     def admit(self, row: int) -> None:
-        self._grow(row)
+        have = len(self._posterior)
+        if row >= have:
+            self._posterior = np.resize(self._posterior, (max(row + 1, 2 * have), self.classes))
+        if (self._rows == row).any():
+            self._write_back()
+            self._gather(np.zeros(1, dtype=np.intp))
         self._posterior[row] = self.prior
-        self._tokens[row] = self._tokens[PRIOR_ROW]
-        self._seen[row] = 0
+        self._young[row] = 0
+
+    def release(self, row: int) -> None:
+        self._young.pop(row, None)
+
+    def _write_back(self) -> None:
+        self._posterior[self._rows] = self._belief
+        self._posterior[PRIOR_ROW] = self.prior
+
+    def _gather(self, rows: IntArray) -> None:
+        self._rows = rows
+        self._belief = self._posterior.take(rows, axis=0)
+        self._tokens = self._belief @ self._gain
 
     def expected(self, rows: IntArray) -> Array:
-        tokens: Array = self._tokens.take(rows, axis=0)
+        if rows is self._rows:
+            return self._tokens
+        self._write_back()
+        tokens: Array = self._posterior.take(rows, axis=0) @ self._gain
         return tokens
 
     def survival(self) -> Array:
         curve: Array = (self.prior @ self._survival)[1:]
         return curve
 
-    def observe(self, rows: IntArray, accepted: IntArray, drafted: IntArray) -> None:
-        outcome = outcome_index(accepted, drafted, self._n)
-        belief = self._posterior.take(rows, axis=0)
-        seen = self._seen.take(rows)
-        self._learn_shape(belief, outcome, seen >= self.SHAPE_YOUNG)
-        belief *= self._likelihood.take(outcome, axis=0)
-        belief /= belief.sum(axis=1, keepdims=True)
+    def observe(self, rows: IntArray, accepted: IntArray, drafted: int | IntArray) -> None:
+        if rows is not self._rows:
+            self._write_back()
+            self._gather(rows)
+        belief = self._belief
+        outcome = self._outcome(accepted, drafted)
+        self._remember_for_shape(rows, belief, outcome)
+        belief = belief * self._likelihood.take(outcome, axis=0)
+        # .98 of what was concluded stays; the rest is what a switch leads to.
+        belief *= ((1.0 - self.SWITCH) / belief.sum(axis=1))[:, None]
         count = len(rows)
+        average = self._averages.get(count)
+        if average is None:
+            if len(self._averages) > 1024:
+                self._averages.clear()
+            average = self._averages[count] = np.full(count, 1.0 / (count * (1.0 - self.SWITCH)))
         step = 1.0 - self.POOL ** min(count, self.POOL_MAX)
-        self.prior += step * (belief.mean(axis=0) - self.prior)
+        self.prior += step * (average @ belief - self.prior)
         self._updates += 1
         if self._updates <= self.REBUILD_FIRST or self._updates % self.REBUILD_EVERY == 0:
+            self._learn_shape()
             self._rebuild()
-        self._store(rows, belief)
-        self._seen[rows] = seen + 1
-        self._seen[PRIOR_ROW] = 0
+        belief += self.SWITCH * (1.0 - self.FLAT) * self.prior + self._switch_flat
+        self._belief = belief
+        self._tokens = belief @ self._gain
 
     def pass_step(self, rows: IntArray) -> None:
-        self._store(rows, self._posterior.take(rows, axis=0))
+        if rows is not self._rows:
+            self._write_back()
+            self._gather(rows)
+        belief = (1.0 - self.SWITCH) * self._belief
+        belief += self.SWITCH * (1.0 - self.FLAT) * self.prior + self._switch_flat
+        self._belief = belief
+        self._tokens = belief @ self._gain
 
-    def _store(self, rows: IntArray, belief: Array) -> None:
-        """Where each request may be at the next step: it stays, or it switches."""
-        belief *= 1.0 - self.SWITCH
-        belief += self.SWITCH * ((1.0 - self.FLAT) * self.prior + self.FLAT * self._flat)
-        self._posterior[rows] = belief
-        self._tokens[rows] = belief @ self._gain
-        self._posterior[PRIOR_ROW] = self.prior
-        self._tokens[PRIOR_ROW] = self.prior @ self._gain
-
-    def _learn_shape(self, belief: Array, outcome: IntArray, settled: npt.NDArray[np.bool_]) -> None:
-        if not settled.all():
-            if not settled.any():
+    def _remember_for_shape(self, rows: IntArray, belief: Array, outcome: IntArray) -> None:
+        """Keep what this step says about shape, from requests whose level is known: not the young, not the ended."""
+        young = self._young
+        if young or not rows.all():
+            listed = rows.tolist()
+            settled = [i for i, row in enumerate(listed) if row != PRIOR_ROW and row not in young]
+            for row in listed:
+                if row in young:
+                    young[row] += 1
+                    if young[row] >= self.SHAPE_YOUNG:
+                        del young[row]
+            if not settled:
                 return
             belief, outcome = belief[settled], outcome[settled]
-        survival = belief @ self._survival
+        self._shape_beliefs.append(belief)
+        self._shape_outcomes.append(outcome)
+
+    def _learn_shape(self) -> None:
+        if not self._shape_beliefs:
+            return
+        survival = np.concatenate(self._shape_beliefs) @ self._survival
+        outcome = np.concatenate(self._shape_outcomes)
+        self._shape_beliefs.clear()
+        self._shape_outcomes.clear()
         predicted = survival[:, 1:] / survival[:, :-1]
         predicted *= self._trial.take(outcome, axis=0)
         hits = self._success.take(outcome, axis=0).sum(axis=0)
@@ -176,8 +243,7 @@ class ClassFilter:
         self._information += total - predicted.sum(axis=0)
         np.minimum(self._information, self.SHAPE_MEMORY, out=self._information)
         self.shape += (hits - total) / (self._information + self.SHAPE_INERTIA)
-        np.minimum(self.shape, self.SHAPE_LIMIT, out=self.shape)
-        np.maximum(self.shape, -self.SHAPE_LIMIT, out=self.shape)
+        np.clip(self.shape, -self.SHAPE_LIMIT, self.SHAPE_LIMIT, out=self.shape)
         self.shape[0] = 0.0
 
 
@@ -200,6 +266,7 @@ class PositionHazard:
     def __init__(self, widths: Sequence[int], draft_width: int) -> None:
         self._n = draft_width
         self._widths = np.asarray(widths, dtype=np.intp)
+        self._outcome = _Outcomes(draft_width)
         self._trial, self._success = _outcome_masks(draft_width)
         self._pool_trials = np.zeros(draft_width)
         self._pool_hits = np.zeros(draft_width)
@@ -236,6 +303,9 @@ class PositionHazard:
         self._hits[row] = 0.0
         self._tokens[row] = self._tokens[PRIOR_ROW]
 
+    def release(self, row: int) -> None:
+        pass
+
     def expected(self, rows: IntArray) -> Array:
         tokens: Array = self._tokens.take(rows, axis=0)
         return tokens
@@ -243,8 +313,8 @@ class PositionHazard:
     def survival(self) -> Array:
         return np.cumprod(self._pool)
 
-    def observe(self, rows: IntArray, accepted: IntArray, drafted: IntArray) -> None:
-        outcome = outcome_index(accepted, drafted, self._n)
+    def observe(self, rows: IntArray, accepted: IntArray, drafted: int | IntArray) -> None:
+        outcome = self._outcome(accepted, drafted)
         trial = self._trial.take(outcome, axis=0)
         success = self._success.take(outcome, axis=0)
         self._pool_trials = self._pool_trials * self.POOL_MEMORY + trial.sum(axis=0)

@@ -133,9 +133,7 @@ class WidthController:
             self._acceptance.pass_step(rows)
             return
         took = np.array(accepted, dtype=np.intp)
-        offered = np.full(len(ids), width, dtype=np.intp) if drafted is None else np.array(drafted, dtype=np.intp)
-        np.minimum(took, offered, out=took)
-        self._acceptance.observe(rows, took, offered)
+        self._acceptance.observe(rows, took, width if drafted is None else np.array(drafted, dtype=np.intp))
         self._seen += len(ids)
 
     def observe_step(self, batch: int, width: int, step_ms: float) -> None:
@@ -150,6 +148,7 @@ class WidthController:
                 self._batch_stale = True
                 if row != PRIOR_ROW:
                     self._free.append(row)
+                    self._acceptance.release(row)
 
     def _rows_to_learn(self, ids: list[str]) -> IntArray:
         """Rows of these requests; live ones without one get one, ended ones are read and written at the prior."""
@@ -206,7 +205,7 @@ class WidthController:
         ms, cov = self.cost.row(batch)
         last = self._last
         goodput = [t / c for t, c in zip(tokens, ms, strict=True)]
-        best = self._best_known(goodput) if cov is not None else max(range(len(goodput)), key=goodput.__getitem__)
+        best = self._best_known(goodput) if cov is not None else goodput.index(max(goodput))
         if self._seen < self.WARM_UP:
             chosen, why, best = self._widest, "warm-up", self._widest
         else:
@@ -216,7 +215,9 @@ class WidthController:
         self._last = best
         width = self.widths[chosen]
         self.steps[width] += 1
-        other = max((j for j in range(len(goodput)) if j != best), key=goodput.__getitem__, default=best)
+        goodput[best], reached = -1.0, goodput[best]
+        other = goodput.index(max(goodput))
+        goodput[best] = reached
         decision = Decision(
             width,
             plain[chosen],
@@ -250,11 +251,14 @@ class WidthController:
 
     def _best_known(self, goodput: list[float]) -> int:
         """The best width among those that were timed: no width is chosen on a guess of its cost."""
-        known = [j for j in range(len(goodput)) if j == self._widest or self.cost.known(j)]
-        return max(known, key=goodput.__getitem__)
+        best = self._widest
+        for j, rate in enumerate(goodput):
+            if rate > goodput[best] and self.cost.known(j):
+                best = j
+        return best
 
     def _look_around(
-        self, best: int, tokens: list[float], ms: list[float], goodput: list[float], cov: Array | None
+        self, best: int, tokens: list[float], ms: list[float], goodput: list[float], cov: list[list[float]] | None
     ) -> tuple[int, str]:
         """The width to run: the best, or now and then another one, paid from a bounded credit."""
         rate = tokens[best] / ms[best]
@@ -280,7 +284,7 @@ class WidthController:
         return best, "best"
 
     def _worth_trying(
-        self, best: int, tokens: list[float], ms: list[float], goodput: list[float], cov: Array
+        self, best: int, tokens: list[float], ms: list[float], goodput: list[float], cov: list[list[float]]
     ) -> int | None:
         """A width whose cost is worth knowing better, if the credit pays for it.
 
@@ -293,12 +297,12 @@ class WidthController:
         cap = self.EXPLORE_CAP_STEPS * full_ms
         self._explore_ms = min(self._explore_ms + self.EXPLORE_SHARE * ms[best], cap)
         noise = self.cost.noise_var
-        beside = cov[best].tolist()
         choice, most = None, 0.0
-        for j, variance in enumerate(np.diagonal(cov).tolist()):
+        for j, beside in enumerate(cov[best]):
             if j == best:
                 continue
-            shared = variance - beside[j]  # what timing j says about the ratio of j to the best
+            variance = cov[j][j]
+            shared = variance - beside  # what timing j says about the ratio of j to the best
             gap = math.log(goodput[best] / goodput[j])
             if shared <= 0.0 or gap * math.sqrt(variance) > self.EXPLORE_SDS * shared:
                 continue

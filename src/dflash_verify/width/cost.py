@@ -274,7 +274,8 @@ class CostModel:
     EARLY = 3  # a width's first steps are believed together: any single one may be a spike ...
     EARLY_SPREAD = 0.35  # ... so they are clipped to this much around their median
     FORGET = 2e-5  # per step, towards the starting doubt
-    FORGET_EVERY = 32
+    FORGET_EVERY = 16  # updates
+    COLLECT = 8  # steps of a well-known cell per update
     REACH = 4.0  # doublings of the batch over which width offsets stay alike
     FINE = 8  # batches up to here have cells of their own, larger ones share half-octaves
 
@@ -297,7 +298,11 @@ class CostModel:
         self._levelled = self.trusted
         self._level = 0.0
         self.observed_steps = 0
-        self._cache: dict[int, tuple[list[float], Array | None]] = {}
+        self._updates = self._forgotten_at = 0
+        self._believed: dict[int, tuple[float, float]] = {}  # per cell since the last update: variance, mean
+        self._collected: dict[int, tuple[float, int]] = {}  # per well-known cell: sum and number of its log residuals
+        self._guesses: dict[int, list[float]] = {}
+        self._cache: dict[int, tuple[list[float], list[list[float]] | None]] = {}
 
     @property
     def learning(self) -> bool:
@@ -321,11 +326,16 @@ class CostModel:
         return round(math.exp2(octaves))
 
     def _guess(self, batch: int) -> list[float]:
-        """Log step time before any step was served."""
-        if self.table is not None:
-            return [math.log(ms) for ms in self.table.row(batch)]
-        per_width = self.GUESS_PER_WIDTH * (1.0 + self.GUESS_BATCH * math.log2(batch))
-        return [-per_width * (self.draft_width - w) for w in self.widths]
+        """Log step time per width before any step was served."""
+        guess = self._guesses.get(batch)
+        if guess is None:
+            if self.table is not None:
+                guess = [math.log(ms) for ms in self.table.row(batch)]
+            else:
+                per_width = self.GUESS_PER_WIDTH * (1.0 + self.GUESS_BATCH * math.log2(batch))
+                guess = [-per_width * (self.draft_width - w) for w in self.widths]
+            self._guesses[batch] = guess
+        return guess
 
     def _kernel(self, a: Array, b: Array) -> Array:
         doubt = self._doubt
@@ -368,13 +378,13 @@ class CostModel:
         self._groups[group] = at
         return at
 
-    def row(self, batch: int) -> tuple[list[float], Array | None]:
+    def row(self, batch: int) -> tuple[list[float], list[list[float]] | None]:
         """(ms per width, covariance of their logs [W, W]); the covariance is None for a trusted table."""
         cached = self._cache.get(batch)
         if cached is not None:
             return cached
         if self.trusted and self.observed_steps == 0 and self.table is not None:
-            result: tuple[list[float], Array | None] = (list(self.table.row(batch)), None)
+            result: tuple[list[float], list[list[float]] | None] = (list(self.table.row(batch)), None)
         else:
             at = self._cells(batch)
             end = at + len(self.widths)
@@ -384,20 +394,20 @@ class CostModel:
                 ms = [t * math.exp(m) for t, m in zip(self.table.row(batch), mean, strict=True)]
             else:
                 ms = [math.exp(g + level + m) for g, m in zip(self._guess(batch), mean, strict=True)]
-            result = (ms, self._cov[at:end, at:end] if self.learning else None)
+            result = (ms, self._cov[at:end, at:end].tolist() if self.learning else None)
         self._cache[batch] = result
         return result
 
     def observe(self, batch: int, width: int, step_ms: float) -> None:
         """Learn from one served step. Only clean ones: uniform width, no prefill, no idle time."""
-        if batch < 1 or not step_ms > 0.0 or not math.isfinite(step_ms):
+        if batch < 1 or width not in self.widths or not step_ms > 0.0 or not math.isfinite(step_ms):
             return
         j = self.widths.index(width)
         x = math.log(step_ms)
         self.observed_steps += 1
-        self._cache.clear()
         early = self._early.get(j)
         if early is not None:
+            self._cache.clear()
             early.append((batch, x))
             residuals = sorted(y - self._guess(b)[j] for b, y in early)
             middle = residuals[len(residuals) // 2]
@@ -414,23 +424,43 @@ class CostModel:
         self._learn(batch, j, x)
 
     def _learn(self, batch: int, j: int, x: float) -> None:
+        """One step's log time. A cell that is known well collects several before it is updated with their mean."""
         cell = self._cells(batch) + j
-        error = x - self._guess(batch)[j] - self._level - float(self._mean[cell])
-        column = self._cov[cell]
-        variance = float(column[cell])
-        predicted = math.sqrt(variance + self._noise_var)
-        limit = self.OUTLIER * predicted
+        believed = self._believed.get(cell)
+        if believed is None:
+            believed = self._believed[cell] = float(self._cov[cell, cell]), float(self._mean[cell])
+        variance, expected = believed
+        error = x - self._guess(batch)[j] - self._level - expected
+        spread = math.sqrt(variance + self._noise_var)
+        limit = self.OUTLIER * spread
         size = abs(error)
-        noise = self._noise_var
-        if size > limit:
-            noise = (variance + noise) * size / limit - variance
-        gain = column / (variance + noise)
-        self._mean += gain * error
-        self._cov -= gain[:, None] * column
         if variance < self._noise_var:  # only a known cell's errors are noise
             clipped = min(size, limit)
             var = self._noise_var + 0.02 * (clipped * clipped - self._noise_var)
             low, high = self.NOISE_RANGE
             self._noise_var = min(max(var, low * low), high * high)
-        if self.observed_steps % self.FORGET_EVERY == 0:
-            self._cov += (self.FORGET * self.FORGET_EVERY) * (self._start - self._cov)
+            total, count = self._collected.get(cell, (0.0, 0))
+            total, count = total + expected + math.copysign(clipped, error), count + 1
+            if count < self.COLLECT and variance < 0.1 * self._noise_var:
+                self._collected[cell] = total, count
+                return
+            self._collected.pop(cell, None)
+            self._update(cell, total / count - expected, self._noise_var / count)
+        elif size > limit:
+            # Huber: the further out, the noisier it is taken to be, so that its pull stops growing.
+            self._update(cell, error, (variance + self._noise_var) * size / limit - variance)
+        else:
+            self._update(cell, error, self._noise_var)
+
+    def _update(self, cell: int, error: float, noise: float) -> None:
+        """Kalman update: `error` is how far the cell is from its mean, seen with variance `noise`."""
+        column = self._cov[cell]
+        gain = column / (float(column[cell]) + noise)
+        self._mean += gain * error
+        self._cov -= gain[:, None] * column
+        self._updates += 1
+        if self._updates % self.FORGET_EVERY == 0:
+            self._cov += self.FORGET * (self.observed_steps - self._forgotten_at) * (self._start - self._cov)
+            self._forgotten_at = self.observed_steps
+        self._believed.clear()
+        self._cache.clear()
