@@ -39,7 +39,7 @@ environment_install() {
   local started=$SECONDS pid last=0 line
   trap 'kill "$pid" 2>/dev/null || true; trap - INT TERM; die "interrupted: run it again, it continues where it stopped."' INT TERM
   # pip's own progress bar is off: it would fill the log. The warnings are pip talking about its mirrors.
-  PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install --progress-bar off --disable-pip-version-check -e "$ROOT[$EXTRAS]" \
+  PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install --progress-bar off --disable-pip-version-check -e "${ROOT}[$EXTRAS]" \
     >"$INSTALL_LOG" 2>&1 &
   pid=$!
   while kill -0 "$pid" 2>/dev/null; do

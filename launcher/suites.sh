@@ -93,7 +93,10 @@ suites_run() {
       suites_check "ruff check" ruff check . || verdict=FAILED
       suites_check "ruff format" ruff format --check . || verdict=FAILED
       ;;
-    types) suites_check mypy mypy || verdict=FAILED ;;
+    types)
+      suites_check mypy mypy || verdict=FAILED
+      suites_check "mypy launcher" mypy --strict launcher || verdict=FAILED
+      ;;
     *) suites_pytest "$suite" || verdict=FAILED ;;
     esac
     [[ $verdict == ok ]] || code=1
