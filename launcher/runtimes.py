@@ -91,15 +91,19 @@ class Process:
         return f"{self._known(name)}while alive; do sleep 0.5; done\necho unknown"
 
     def stop(self, name: str) -> str:
-        # The session holds everything that vLLM started, also what a dead parent left behind.
+        # The session holds everything that vLLM started, also what a dead parent left behind. The leader gets its time to
+        # end its children; what is left of them after that gets two seconds.
         return (
             f'{self._known(name)}[ -n "$pid" ] || return 0\n'
             "members() { ps -o pid= -o stat= --sid \"$pid\" | awk '$2 !~ /^Z/ {print $1}'; }\n"
+            "now() { date +%s; }\n"
             # A leader that has died leaves its number to the session; another process with that number is not ours.
             'if alive; then kill -TERM "$pid" 2>/dev/null; elif [ -n "$(began "$pid")" ]; then return 0\n'
             "else kill -TERM $(members) 2>/dev/null; fi\n"
-            f"tries={STOP_S * 5}\n"
-            'while [ -n "$(members)" ] && [ "$tries" -gt 0 ]; do tries=$((tries - 1)); sleep 0.2; done\n'
+            f"until=$(($(now) + {STOP_S}))\n"
+            'while alive && [ "$(now)" -lt "$until" ]; do sleep 0.2; done\n'
+            "until=$(($(now) + 2))\n"
+            'while [ -n "$(members)" ] && [ "$(now)" -lt "$until" ]; do sleep 0.2; done\n'
             'left=$(members); [ -z "$left" ] || kill -KILL $left 2>/dev/null\n'
             f"rm -f {self._file(name, 'pid')}"
         )

@@ -14,7 +14,7 @@ from launcher import dotenv
 from launcher.errors import LaunchError
 from launcher.settings import DEFAULTS
 
-LET_GO_S = 12  # how long an interrupted start may clean up before stop does it itself
+LET_GO_S = 6  # how long an interrupted start may clean up before stop does it itself
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,11 @@ from launcher.settings import Settings, load
 COPY_S = 120
 CHECK_S = 600
 PLAN_S = 120
-NEEDS = "import click, numpy, pydantic_settings, rich"
+# Looked up, not imported: the answer costs nothing.
+NEEDS = (
+    "import sys; from importlib.util import find_spec; "
+    "sys.exit(not all(map(find_spec, ('click', 'numpy', 'pydantic_settings', 'rich'))))"
+)
 
 
 def hosts_of(settings: Settings) -> list[Host]:

@@ -82,11 +82,11 @@ def _remove(cable: Cable) -> None:
 
 
 def pytest_report_header() -> str:
-    probe = subprocess.run(
-        ["unshare", "--net", "true"] if shutil.which("unshare") else ["false"], check=False, capture_output=True
-    )
-    kind = "two network namespaces" if probe.returncode == 0 else "two loopback addresses: no privilege for namespaces"
-    return f"launcher: {kind}; sshd: {SSHD if Path(SSHD).exists() else 'missing, end-to-end tests are skipped'}"
+    made = _namespaces()
+    if made:
+        _remove(made)
+    kind = "two network namespaces" if made else "two loopback addresses, since this user may not make namespaces"
+    return f"launcher: {kind}; sshd: {SSHD if Path(SSHD).exists() else 'missing, the end-to-end tests are skipped'}"
 
 
 @pytest.fixture(scope="session")
