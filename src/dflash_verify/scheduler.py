@@ -99,10 +99,12 @@ class WidthMixin:
         return result
 
     def _pop(self, output: Any) -> Step | None:
-        """Outputs come back in the order they were scheduled; one that was dropped is passed over."""
-        while self._steps:
-            scheduled, step = self._steps.popleft()
+        """The step of this output; those before it, which never came back, go with it. An empty output was no step, and
+        may come back when later ones are already in flight."""
+        for position, (scheduled, step) in enumerate(self._steps):
             if scheduled is output:
+                for _ in range(position + 1):
+                    self._steps.popleft()
                 return step
         return None
 
