@@ -38,16 +38,19 @@ def _interpret_what_was_decorated_before() -> None:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    interpreted: dict[Any, Any] = {}
+    interpreted: dict[Any, Any] = {}  # by the plain function: hashing a JITFunction analyses what it calls
+
+    def interpret(function: Any) -> Any:
+        return interpreted.setdefault(function.fn, InterpretedFunction(function.fn))
+
     for name, module in list(sys.modules.items()):
         if name == "triton" or name.startswith("triton.language"):
             for attribute, value in list(vars(module).items()):
                 if isinstance(value, JITFunction):
-                    interpreted.setdefault(value, InterpretedFunction(value.fn))
-                    setattr(module, attribute, interpreted[value])
-    for value in list(vars(tl.tensor).values()):  # x.sum(...) is the decorated function itself
-        if value.__class__ is JITFunction:
-            tl.core._tensor_member_fn(interpreted.get(value) or InterpretedFunction(value.fn))
+                    setattr(module, attribute, interpret(value))
+    for value in list(vars(tl.tensor).values()):
+        if isinstance(value, JITFunction):  # x.sum(...) is the decorated function itself
+            tl.core._tensor_member_fn(interpret(value))
 
 
 def _add_libdevice_functions() -> None:

@@ -39,10 +39,10 @@ class RequestStep:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the engine, in the order in which results came back. resumed: ids that come back from preemption."""
+    """One step of the engine, in the order in which results came back. preempted: ids thrown out of it."""
 
     requests: tuple[RequestStep, ...]
-    resumed: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
 
 
 def draft_counts(steps: Iterable[Step]) -> list[int]:
@@ -71,13 +71,13 @@ def attach(scheduler: Any, sink: Callable[[Step], None]) -> None:
                 "guided": bool(request.use_structured_output),
                 "room": scheduler.max_model_len - computed_before,
             }
-        resumed = tuple(getattr(output.scheduled_cached_reqs, "resumed_req_ids", ()))
-        pending[id(output)] = (output, facts, resumed)  # holds the output, so that its id stays its own
+        preempted = tuple(sorted(output.preempted_req_ids or ()))
+        pending[id(output)] = (output, facts, preempted)  # holds the output, so that its id stays its own
         return output
 
     @functools.wraps(update_from_output)
     def traced_update(scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
-        _, facts, resumed = pending.pop(id(scheduler_output), (None, {}, ()))
+        _, facts, preempted = pending.pop(id(scheduler_output), (None, {}, ()))
         sampled = model_runner_output.sampled_token_ids
         rows = []
         for request_id, fact in facts.items():
@@ -87,7 +87,7 @@ def attach(scheduler: Any, sink: Callable[[Step], None]) -> None:
             invalid = (scheduler_output.num_invalid_spec_tokens or {}).get(request_id, 0)
             rows.append(RequestStep(request=request_id, emitted=emitted, invalid=invalid, **fact))
         if rows:
-            sink(Step(tuple(rows), resumed))
+            sink(Step(tuple(rows), preempted))
         return update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
 
     scheduler.schedule, scheduler.update_from_output = traced_schedule, traced_update
@@ -118,7 +118,7 @@ def read(path: Path) -> Iterator[Step]:
     for line in path.read_text().splitlines(keepends=True):
         if line.endswith("\n"):  # the last line may be half written
             step = json.loads(line)
-            yield Step(tuple(RequestStep(**r) for r in step["requests"]), tuple(step["resumed"]))
+            yield Step(tuple(RequestStep(**r) for r in step["requests"]), tuple(step["preempted"]))
 
 
 def shortened(steps: Iterable[Step], width: int) -> Counter[str]:
