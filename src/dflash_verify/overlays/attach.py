@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from inspect import unwrap
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -222,9 +223,10 @@ def apply(settings: OverlaySettings, manifests: Sequence[Manifest] | None = None
             source = InstalledSource.find()
         except SourceError as error:
             raise OverlayError(str(error)) from error
-        surveyed = survey(source, manifests, modes)
+        reader = SourceReader(source)
+        surveyed = survey(reader, manifests, modes)
         surveyed.require_fit()
-        slots = _slots(manifests, surveyed, settings, source)
+        slots = _slots(manifests, surveyed, settings, reader, source.root)
         hook = _ImportHook(slots)
         sys.meta_path.insert(0, hook)
         try:
@@ -278,8 +280,9 @@ def _take_off(slots: Sequence[_Slot], hook: _ImportHook) -> None:
         slot.detach()
 
 
-def _slots(manifests: Sequence[Manifest], surveyed: Status, settings: Any, source: InstalledSource) -> list[_Slot]:
-    reader = SourceReader(source)
+def _slots(
+    manifests: Sequence[Manifest], surveyed: Status, settings: Any, reader: SourceReader, root: Path
+) -> list[_Slot]:
     slots: dict[tuple[str, str], _Slot] = {}
     for manifest in manifests:
         overlay = surveyed[manifest.name]
@@ -293,7 +296,7 @@ def _slots(manifests: Sequence[Manifest], surveyed: Status, settings: Any, sourc
             if key not in slots:
                 line = reader.first_line(*key)
                 assert line is not None  # its fingerprint matched
-                slots[key] = _Slot(target, os.path.realpath(source.root / target.file), line, [])
+                slots[key] = _Slot(target, os.path.realpath(root / target.file), line, [])
             context = Context(manifest.name, target, settings, overlay.release)
             slots[key].layers.append((wrappers[target.function], context))
     return list(slots.values())

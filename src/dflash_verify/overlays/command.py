@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from dflash_verify.overlays.fingerprint import InstalledSource, Source, SourceError, WheelSource
+from dflash_verify.overlays.fingerprint import InstalledSource, Source, SourceError, SourceReader, WheelSource
 from dflash_verify.overlays.manifest import ManifestError, load_manifests, manifest_dir
 from dflash_verify.overlays.release import record_release
 from dflash_verify.overlays.survey import Status, survey
@@ -37,7 +37,7 @@ def check(as_json: bool, wheel: Path | None, gpu: bool) -> None:
         raise click.UsageError("--gpu runs the vLLM that is installed; it cannot be combined with --wheel")
     try:
         source = _source(wheel)
-        result = survey(source, load_manifests(), {"width", "block"})
+        result = survey(SourceReader(source), load_manifests(), {"width", "block"})
     except (SourceError, ManifestError) as error:
         if as_json:
             click.echo(json.dumps({"ok": False, "error": str(error), "overlays": []}))
@@ -46,7 +46,7 @@ def check(as_json: bool, wheel: Path | None, gpu: bool) -> None:
         sys.exit(1)
     probes = []
     if gpu and result.ok:
-        from dflash_verify.overlays.gpu_check import run_probes
+        from dflash_verify.overlays.probes import run_probes
 
         probes = run_probes()
     ok = result.ok and all(probe.ok for probe in probes)

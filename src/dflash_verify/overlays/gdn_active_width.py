@@ -9,6 +9,7 @@ That is why a layer has to be known before its rows are narrowed (`_walks_stride
 would refuse the view, and one that copies or bounds-checks it would lose the slot to resume from.
 """
 
+import importlib.util
 from typing import Any
 
 import numpy as np
@@ -78,9 +79,7 @@ def _walks_strides(layer: Any, device_type: str) -> bool:
 
 
 def _amd_specialized_decode() -> bool:
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
-
-    return "uniform_spec_sequence_length" in GDNAttentionMetadata.__dataclass_fields__
+    return importlib.util.find_spec("vllm.models.kimi_k3.amd.specialized_decode") is not None
 
 
 class _Builders:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dflash_verify.overlays.fingerprint import Source, SourceReader
+from dflash_verify.overlays.fingerprint import SourceReader
 from dflash_verify.overlays.manifest import Manifest, Target, release_key
 
 State = Literal["applied", "needed", "not needed", "off", "drifted", "missing"]
@@ -116,22 +116,21 @@ class Status:
 Found = dict[tuple[str, str], str | None]
 
 
-def survey(source: Source, manifests: Sequence[Manifest], modes: Collection[str]) -> Status:
+def survey(reader: SourceReader, manifests: Sequence[Manifest], modes: Collection[str]) -> Status:
     """Fingerprint every target of every overlay and compare.
 
     modes: the active modes; an overlay for none of them is "off", and is not judged.
     """
-    reader = SourceReader(source)
     found: Found = {}
     for manifest in manifests:
         for target in manifest.targets:
             key = (target.file, target.function)
             if key not in found:
                 found[key] = reader.fingerprint(*key)
-    nearest = _nearest_release(manifests, found, source.version)
+    nearest = _nearest_release(manifests, found, reader.source.version)
     known = sorted({r for m in manifests for r in m.releases()}, key=release_key)
     overlays = tuple(_judge(m, found, nearest) if set(modes) & set(m.modes) else off(m) for m in manifests)
-    return Status(source.version, nearest, overlays, tuple(known))
+    return Status(reader.source.version, nearest, overlays, tuple(known))
 
 
 def off(manifest: Manifest) -> OverlayStatus:
