@@ -7,6 +7,7 @@ there is one, corrected by the steps that were served; without a table, or with 
 
 import json
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -159,6 +160,7 @@ class CostTable:
             if not isinstance(step_ms, Mapping):
                 raise CostTableError("has a step_ms that is no object; expected {batch: {width: ms}}")
             widths = tuple(sorted(widths))
+            _check_widths(widths, draft_width)
             cells: dict[int, tuple[float, ...]] = {}
             for batch, row in step_ms.items():
                 if not str(batch).isdecimal():
@@ -276,6 +278,11 @@ class CostModel:
     FORGET = 2e-5  # per step, towards the starting doubt
     FORGET_EVERY = 16  # updates
     COLLECT = 8  # steps of a well-known cell per update
+    AUDIT_ERROR = 0.12  # a trusted table is distrusted when two widths compare this differently ...
+    AUDIT_SDS = 4.0  # ... and this surely,
+    AUDIT_LEAST = 5  # after so many steps at each,
+    AUDIT_STEPS = 64  # remembering so many,
+    AUDIT_RECENT = 1000  # both timed within so many.
     REACH = 4.0  # doublings of the batch over which width offsets stay alike
     FINE = 8  # batches up to here have cells of their own, larger ones share half-octaves
 
@@ -302,6 +309,9 @@ class CostModel:
         self._believed: dict[int, tuple[float, float]] = {}  # per cell since the last update: variance, mean
         self._collected: dict[int, tuple[float, int]] = {}  # per well-known cell: sum and number of its log residuals
         self._guesses: dict[int, list[float]] = {}
+        # Audit of a trusted table, per width: mean clipped residual, steps, last step.
+        self._audit: dict[int, tuple[float, int, int]] = {}
+        self._audit_first: dict[int, list[float]] = {}
         self._cache: dict[int, tuple[list[float], list[list[float]] | None]] = {}
 
     @property
@@ -421,7 +431,49 @@ class CostModel:
                 guess = self._guess(b)[j] + middle
                 self._learn(b, j, min(max(y, guess - self.EARLY_SPREAD), guess + self.EARLY_SPREAD))
             return
+        if self.trusted and self._contradicted(j, x - self._guess(batch)[j]):
+            self._lose_trust()
         self._learn(batch, j, x)
+
+    def _contradicted(self, j: int, residual: float) -> bool:
+        """Whether served steps say that the trusted table is wrong about how two widths compare.
+
+        Context growth and clocks move all widths together, so only differences count, and only recent ones.
+        """
+        mean, count, _ = self._audit.get(j, (0.0, 0, 0))
+        count += 1
+        if count <= self.AUDIT_LEAST:  # the median of the first: one may be a spike
+            first = self._audit_first.setdefault(j, [])
+            first.append(residual)
+            mean = statistics.median(first)
+        else:
+            limit = self.OUTLIER * math.sqrt(self._noise_var)
+            mean += min(max(residual - mean, -limit), limit) / min(count, self.AUDIT_STEPS)
+        self._audit[j] = mean, count, self.observed_steps
+        if count < self.AUDIT_LEAST or count % self.AUDIT_LEAST:
+            return False
+        for i, (other, seen, last) in self._audit.items():
+            if i != j and seen >= self.AUDIT_LEAST and self.observed_steps - last <= self.AUDIT_RECENT:
+                steps = 1.0 / min(count, self.AUDIT_STEPS) + 1.0 / min(seen, self.AUDIT_STEPS)
+                far = max(self.AUDIT_ERROR, self.AUDIT_SDS * math.sqrt(self._noise_var * steps))
+                if abs(mean - other) > far:
+                    return True
+        return False
+
+    def _lose_trust(self) -> None:
+        """Start over: the table is what is guessed, and every width must be timed before it is believed."""
+        self.trusted = False
+        self._doubt = self.FOREIGN
+        self._level = sum(mean for mean, _, _ in self._audit.values()) / len(self._audit)
+        self._groups.clear()
+        self._where, self._mean, self._cov, self._start = (
+            np.empty((0, 2)),
+            np.empty(0),
+            np.empty((0, 0)),
+            np.empty((0, 0)),
+        )
+        for held in (self._believed, self._collected, self._cache, self._audit):
+            held.clear()
 
     def _learn(self, batch: int, j: int, x: float) -> None:
         """One step's log time. A cell that is known well collects several before it is updated with their mean."""

@@ -1,0 +1,273 @@
+"""Step time tables: what they say between their cells, when they are refused, and how served steps correct them."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from dflash_verify.width.cost import CostKey, CostModel, CostTable, CostTableError
+
+WIDTHS = (1, 3, 7)
+CELLS = {1: (10.0, 12.0, 16.0), 4: (13.0, 18.0, 28.0), 8: (20.0, 30.0, 24.0)}
+KEY = CostKey("NVIDIA H200", 1, "aa", "bb", "0.33.0", "bfloat16", (1, 2, 4, 8, 16, 32, 64))
+
+
+def table(**changes):
+    return CostTable(**{"draft_width": 7, "widths": WIDTHS, "cells": CELLS, **changes})
+
+
+def test_listed_cells_are_returned_as_they_are():
+    for batch, row in CELLS.items():
+        assert table().row(batch) == row
+
+
+def test_linear_between_listed_batches_constant_below_linear_beyond():
+    measured = table(cells={2: (10.0, 12.0, 16.0), 4: (14.0, 18.0, 28.0)})
+    assert measured.row(3) == (12.0, 15.0, 22.0)
+    assert measured.row(1) == (10.0, 12.0, 16.0)
+    assert measured.row(6) == (18.0, 24.0, 40.0)
+
+
+def test_a_single_batch_holds_everywhere():
+    assert table(cells={4: (1.0, 2.0, 3.0)}).row(100) == (1.0, 2.0, 3.0)
+
+
+def test_step_time_need_not_grow_with_the_width():
+    assert table().step_ms(8, 7) < table().step_ms(8, 3)
+
+
+def test_extrapolation_never_reaches_zero():
+    assert table(cells={1: (9.0, 9.0, 9.0), 2: (5.0, 5.0, 5.0)}).row(100) == (5.0, 5.0, 5.0)
+
+
+def test_padded_graphs_are_priced_as_they_run():
+    """5 requests at width 1 are 10 tokens, which run in the graph of 16: the same step as 8 requests. At width 3 they are
+    20 tokens in the graph of 32, again 8 requests."""
+    cells = {1: (1.0, 2.0, 3.0), 2: (2.0, 3.0, 4.0), 4: (4.0, 6.0, 8.0), 8: (8.0, 12.0, 16.0)}
+    padded = table(cells=cells, capture_sizes=KEY.capture_sizes)
+    for batch in (5, 6, 7, 8):
+        assert padded.step_ms(batch, 1) == 8.0
+        assert padded.step_ms(batch, 3) == 12.0
+    assert padded.step_ms(3, 7) == 8.0  # 24 tokens in the graph of 32
+    assert padded.step_ms(4, 7) == 8.0
+    assert padded.step_ms(3, 1) == 4.0
+
+
+def test_steps_above_the_largest_graph_are_not_padded():
+    cells = {8: (8.0, 12.0, 16.0), 16: (20.0, 30.0, 40.0), 32: (40.0, 60.0, 80.0)}
+    eager = table(cells=cells, capture_sizes=(16, 32, 64))
+    assert eager.step_ms(12, 7) == pytest.approx(28.0)  # 96 tokens: no graph, between what 64 and 128 tokens took
+    assert eager.step_ms(12, 1) == 20.0  # 24 tokens in the graph of 32
+
+
+def test_a_table_survives_saving(tmp_path):
+    path = tmp_path / "cache" / "table.json"
+    saved = table(key=KEY, capture_sizes=KEY.capture_sizes)
+    saved.save(path)
+    loaded = CostTable.load(path, KEY)
+    assert loaded.to_json() == saved.to_json()
+    assert loaded.key == KEY
+    assert [loaded.row(b) for b in range(1, 40)] == [saved.row(b) for b in range(1, 40)]
+    assert [p.name for p in path.parent.iterdir()] == ["table.json"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("gpu", "NVIDIA GB10"),
+        ("tensor_parallel_size", 2),
+        ("target_config", "cc"),
+        ("draft_config", "cc"),
+        ("engine_version", "0.32.0"),
+        ("dtype", "float16"),
+        ("capture_sizes", (1, 2, 4)),
+    ],
+)
+def test_a_table_of_another_server_is_refused_naming_the_difference(tmp_path, field, value):
+    path = tmp_path / "table.json"
+    table(key=KEY).save(path)
+    with pytest.raises(CostTableError, match=field) as refused:
+        CostTable.load(path, dataclasses.replace(KEY, **{field: value}))
+    assert "\n" not in str(refused.value)
+    assert "profile" in str(refused.value)
+
+
+def test_a_table_without_a_key_is_refused_where_one_is_needed(tmp_path):
+    path = tmp_path / "table.json"
+    table().save(path)
+    with pytest.raises(CostTableError, match="no key"):
+        CostTable.load(path, KEY)
+
+
+GOOD = {"draft_width": 7, "widths": [1, 7], "step_ms": {"1": {"1": 1.0, "7": 2.0}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"widths": [1, 3]}, "draft width 7"),
+        ({"widths": [1, 1, 7]}, "distinct"),
+        ({"widths": "1,7"}, "list of integers"),
+        ({"widths": [-1, 7]}, "from 0"),
+        ({"draft_width": "7"}, "integer"),
+        ({"draft_width": 0, "widths": [0]}, "1 or more"),
+        ({"step_ms": {}}, "at least one"),
+        ({"step_ms": [1]}, "no object"),
+        ({"step_ms": {"1": {"1": 1.0}}}, "batch 1, width 7"),
+        ({"step_ms": {"1": {"1": 1.0, "7": 0.0}}}, "positive"),
+        ({"step_ms": {"1": {"1": 1.0, "7": float("inf")}}}, "positive"),
+        ({"step_ms": {"1": {"1": 1.0, "7": "x"}}}, "positive"),
+        ({"step_ms": {"one": {"1": 1.0, "7": 2.0}}}, "batch size"),
+        ({"step_ms": {"0": {"1": 1.0, "7": 2.0}}}, "batch 0"),
+        ({"step_ms": {"1": 3}}, "batch 1"),
+    ],
+)
+def test_a_bad_table_is_refused_in_one_sentence(change, says):
+    with pytest.raises(CostTableError, match=says) as refused:
+        CostTable.from_json({**GOOD, **change}, "cost.json")
+    assert str(refused.value).startswith("cost.json: ")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{}", "{"])
+def test_a_file_that_is_no_table_is_refused(tmp_path, text):
+    path = tmp_path / "cost.json"
+    path.write_text(text)
+    with pytest.raises(CostTableError, match=r"cost\.json"):
+        CostTable.load(path)
+    with pytest.raises(CostTableError, match="cannot be read"):
+        CostTable.load(tmp_path / "absent.json")
+
+
+def test_restricting_to_unlisted_widths_is_refused():
+    assert table().restrict([7, 1]).row(4) == (13.0, 28.0)
+    with pytest.raises(CostTableError, match="width 5"):
+        table().restrict([5, 7])
+
+
+# -- learning ----------------------------------------------------------------------------------------------------------
+
+
+def served(rng, batch, width, percent=5.0, spikes=0.01):
+    ms = table().step_ms(batch, width) * float(np.exp(percent / 100.0 * rng.standard_normal()))
+    return 3.0 * ms if rng.random() < spikes else ms
+
+
+def ratios(model, batch):
+    """Modelled step time of each width over the last one's."""
+    row, _ = model.row(batch)
+    return np.array(row) / row[-1]
+
+
+TRUE = {batch: np.array(row) / row[-1] for batch, row in CELLS.items()}
+
+
+def test_without_steps_a_trusted_table_is_the_table():
+    row, doubt = CostModel(WIDTHS, 7, table()).row(4)
+    assert row == list(CELLS[4])
+    assert doubt is None
+
+
+@pytest.mark.parametrize("start", ["none", "wrong"])
+def test_step_times_are_learned_from_served_steps(start):
+    """600 steps at each width and batch: the standard error of a mean of 5 % noise is 0.2 %, spikes and what is shared
+    with neighbours add to it; 2 % decides every width that matters."""
+    rng = np.random.default_rng(5)
+    wrong = table(cells={b: (row[0] * 1.3, row[1] * 0.7, row[2] * 1.3) for b, row in CELLS.items()})
+    model = CostModel(WIDTHS, 7, None if start == "none" else wrong, trusted=False)
+    for _ in range(600):
+        for batch in CELLS:
+            for width in WIDTHS:
+                model.observe(batch, width, served(rng, batch, width))
+    for batch in CELLS:
+        assert ratios(model, batch) == pytest.approx(TRUE[batch], rel=0.02)
+        assert model.row(batch)[0] == pytest.approx(list(CELLS[batch]), rel=0.03)
+
+
+def test_one_stalled_step_moves_little():
+    model = CostModel(WIDTHS, 7, table())
+    for _ in range(50):
+        for width in WIDTHS:
+            model.observe(4, width, table().step_ms(4, width))
+    model.observe(4, 3, 50 * table().step_ms(4, 3))
+    for _ in range(model.COLLECT):
+        model.observe(4, 3, table().step_ms(4, 3))
+    assert ratios(model, 4) == pytest.approx(TRUE[4], rel=0.02)
+
+
+def test_a_width_whose_first_step_stalls_is_still_known_after_three():
+    model = CostModel(WIDTHS, 7, None)
+    for _ in range(20):
+        model.observe(4, 7, 28.0)
+    for ms in (3 * 18.0, 18.0, 18.0):
+        assert not model.known(1)
+        model.observe(4, 3, ms)
+    assert model.known(1)
+    assert ratios(model, 4)[1] == pytest.approx(18.0 / 28.0, rel=0.15)
+
+
+def test_a_server_that_slows_as_a_whole_keeps_its_ratios_and_the_trust():
+    model = CostModel(WIDTHS, 7, table())
+    rng = np.random.default_rng(6)
+    for step in range(3000):
+        slower = 1.0 + step / 3000  # to twice the time, as with growing contexts
+        width = WIDTHS[step % 3]
+        model.observe(4, width, slower * served(rng, 4, width, percent=2.0))
+    assert model.trusted
+    assert ratios(model, 4) == pytest.approx(TRUE[4], rel=0.03)
+    assert model.row(4)[0][2] > 1.7 * 28.0
+
+
+def test_a_trusted_table_that_served_steps_contradict_loses_the_trust():
+    wrong = table(cells={b: (row[0], row[1] * 1.4, row[2]) for b, row in CELLS.items()})
+    model = CostModel(WIDTHS, 7, wrong)
+    rng = np.random.default_rng(7)
+    for step in range(60):
+        width = WIDTHS[step % 3]
+        model.observe(4, width, served(rng, 4, width, percent=3.0))
+    assert model.learning
+    assert ratios(model, 4) == pytest.approx(TRUE[4], rel=0.05)
+
+
+def test_a_trusted_table_within_its_errors_keeps_the_trust():
+    """2 % off per width and 3 % noise: 20 servers, 400 steps each. Two widths then differ by 0.12 with p < 0.0001."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        off = np.exp(0.02 * rng.standard_normal(3))
+        model = CostModel(WIDTHS, 7, table(cells={b: tuple(np.array(row) * off) for b, row in CELLS.items()}))
+        for step in range(400):
+            width = WIDTHS[step % 3]
+            model.observe(4, width, served(rng, 4, width, percent=3.0))
+        assert model.trusted
+
+
+@pytest.mark.parametrize("ms", [0.0, -1.0, float("nan"), float("inf")])
+def test_impossible_times_are_ignored(ms):
+    model = CostModel(WIDTHS, 7, table())
+    model.observe(4, 3, ms)
+    model.observe(0, 3, 1.0)
+    model.observe(4, 2, 1.0)
+    assert model.observed_steps == 0
+
+
+def test_what_was_learned_at_one_batch_informs_the_next():
+    """Width 1 is half the table's price at batch 4; at batch 5, never served, it is believed cheaper too."""
+    model = CostModel(WIDTHS, 7, table(), trusted=False)
+    for _ in range(40):
+        for width, ms in zip(WIDTHS, (6.5, 18.0, 28.0), strict=True):
+            model.observe(4, width, ms)
+    believed = np.array(model.row(5)[0]) / np.array(table().row(5))
+    assert believed[0] / believed[2] < 0.7
+
+
+def test_state_is_bounded_by_the_batch_sizes():
+    model = CostModel(WIDTHS, 7, None)
+    rng = np.random.default_rng(8)
+    for _ in range(3000):
+        model.observe(int(rng.integers(1, 513)), 7, float(rng.uniform(5, 50)))
+    groups = {model.group(batch) for batch in range(1, 513)}
+    assert len(groups) < 24
+    assert len(model._mean) <= len(groups) * len(WIDTHS)
+    assert np.linalg.eigvalsh(model._cov).min() > -1e-9
+    json.dumps(model.row(300)[0])
