@@ -140,7 +140,7 @@ def stock_build(builder):
 def same(a, b, where="metadata", *, but=()):
     """Equal in value, and tensors in shape, strides and type, however deep."""
     if isinstance(b, torch.Tensor):
-        assert a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype, where
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype), where
         assert torch.equal(a, b), where
     elif dataclasses.is_dataclass(b):
         for field in dataclasses.fields(b):
@@ -155,7 +155,8 @@ def same(a, b, where="metadata", *, but=()):
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
             same(x, y, f"{where}[{i}]")
     else:
-        assert type(a) is type(b) and (a == b or a is b), where
+        assert type(a) is type(b), where
+        assert a is b or a == b, where
 
 
 def check(builder, reference, rows):
