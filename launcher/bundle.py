@@ -15,6 +15,7 @@ from launcher.errors import LaunchError
 MOUNT = "/opt/dflash-verify"
 # On every host; $HOME is left to that host's shell, since users differ.
 CACHE = "$HOME/.cache/dflash-verify"
+COSTS = f"{CACHE}/costs"  # measured cost tables, and the control file
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Bundle:
         """Shell that puts the folder in place unless it is there; `shown` leaves the payload out."""
         payload = f"({len(self.files)} files)" if shown else base64.encodebytes(self.archive()).decode().strip()
         return (
+            # Made here, since docker would make it as root.
+            f'mkdir -p "{COSTS}" || exit 1\n'
             f'if ! [ -d "{self.folder}" ]; then\n'
             f'  mkdir -p "{self.folder}.part.$$" || exit 1\n'
             f'  base64 -d <<\'END\' | tar -xzf - -C "{self.folder}.part.$$" || {{ rm -rf "{self.folder}.part.$$"; exit 1; }}\n'

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from launcher import report, serve, tools, watch
 from launcher.errors import Interrupted, LaunchError
+from launcher.settings import load
 
-PROFILE_S = "120"
+PROFILE_S = "600"
 # Which options each command knows; check, plan and bench pass theirs on to `dflash-verify`.
 OPTIONS: "dict[str, tuple[str, ...]]" = {
     "start": (),
@@ -73,4 +74,9 @@ def _run(root: Path, command: str, words: "list[str]") -> int:
 def _profile(root: Path, *, dry_run: bool) -> int:
     """A restart that measures: with two hosts only the running ranks together have a step time."""
     os.environ.setdefault("DFLASH_PROFILE_SECONDS", PROFILE_S)
+    asked = load(root).widths_asked
+    if not asked.startswith("auto"):
+        raise LaunchError(
+            f"step times are measured for a policy and DFLASH_VERIFY_TOKENS is {asked or '0'}: set it to auto, then profile."
+        )
     return serve.restart(root, dry_run=dry_run)

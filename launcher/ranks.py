@@ -10,14 +10,16 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.bundle import MOUNT, Bundle
+from launcher.bundle import COSTS, MOUNT, Bundle
 from launcher.settings import HostSettings, Settings
+from launcher.state import folder
 
 MASK = "****"
 STOP_S = 12  # SIGTERM to SIGKILL in `docker stop`; the whole of `stop` has 30 s
 WORKER_SHUTDOWN_S = 5  # of these, what vLLM gives its worker processes
 CONFIG_LABEL = "launcher.config"
-RUN_LABEL = "launcher.run"
+COSTS_MOUNT = "/cache/costs"
+CONTROL_FILE = "control.json"
 
 
 @dataclass(frozen=True)
@@ -191,11 +193,24 @@ def _docker(settings: Settings, host: HostSettings, bundle: "Bundle | None", con
         return words + _words("--entrypoint", "vllm", settings["BASE_IMAGE"], *arguments)
     words += [*_words("--volume"), Word(f"{bundle.folder}:{MOUNT}:ro", home=True)]
     # Measured cost tables outlive the container.
-    words += [*_words("--volume"), Word("$HOME/.cache/dflash-verify/costs:/cache/costs", home=True)]
+    words += [*_words("--volume"), Word(f"{COSTS}:{COSTS_MOUNT}", home=True)]
+    if switchable(settings):
+        words += _words("--env", f"DFLASH_CONTROL_FILE={COSTS_MOUNT}/{CONTROL_FILE}")
     if "DFLASH_CACHE_DIR" not in settings.plugin_environment:
-        words += _words("--env", "DFLASH_CACHE_DIR=/cache/costs")
+        words += _words("--env", f"DFLASH_CACHE_DIR={COSTS_MOUNT}")
     words += _words("--entrypoint", "sh", settings["BASE_IMAGE"])
     return words + _words(*plugin_entry("vllm"), *arguments)
+
+
+def switchable(settings: Settings) -> bool:
+    """Whether the width can be switched while serving: the warm-up does, to reach every captured width, and so does
+    `dflash-verify bracket`. Only with more than one width, and unless the operator has a control file."""
+    return settings.widths_asked.startswith("auto") and "DFLASH_CONTROL_FILE" not in settings.plugin_environment
+
+
+def control_file(settings: Settings) -> str:
+    """Where that file lies on the head, for a shell in double quotes."""
+    return f"{folder()}/{CONTROL_FILE}" if settings["RUNTIME"] == "host" else f"{COSTS}/{CONTROL_FILE}"
 
 
 def _process(settings: Settings, host: HostSettings, bundle: "Bundle | None", config: str) -> list[Word]:
@@ -203,6 +218,8 @@ def _process(settings: Settings, host: HostSettings, bundle: "Bundle | None", co
     variables = environment(settings, host)
     if settings["HF_CACHE"]:
         variables["HF_HOME"] = settings["HF_CACHE"]
+    if switchable(settings):
+        variables["DFLASH_CONTROL_FILE"] = control_file(settings)
     words = _words("setsid")
     if bundle is not None:
         # Before what the operator has on Python's path; nothing is installed.

@@ -1,7 +1,7 @@
 """READY means that completions come back at every concurrency, not that a port is open.
 
 First requests can hang or compile (two boots of eight in one kit's notes), so they are sent here, before anybody else's:
-every number of streams that has graphs of its own, and every captured width as far as requests can reach it.
+every number of streams that has graphs of its own, at every captured width.
 """
 
 import json
@@ -9,7 +9,7 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -17,7 +17,9 @@ from launcher.errors import LaunchError
 
 DENSE_STREAMS = 32  # up to here every request count is a graph of its own
 STREAM_STEP = 32
-TOKENS = 24
+TOKENS = 16
+FOLLOW_S = 20
+SETTLE_S = 5
 REQUEST_S = 600  # the first one may compile kernels
 STEPS = re.compile(r'^dflash_verify_steps_total\{(?:[^}]*,)?width="(\d+)"[^}]*\} ([0-9.e+]+)', re.MULTILINE)
 # From easy to hard to draft, so that a policy has reason to try more than one width.
@@ -88,20 +90,28 @@ def concurrencies(max_num_seqs: int) -> list[int]:
     return sorted({*range(1, min(max_num_seqs, DENSE_STREAMS) + 1), *sparse, max_num_seqs})
 
 
-def warm_up(server: Server, max_num_seqs: int, widths: Sequence[int]) -> list[int]:
-    """Completions at every concurrency. widths: the captured ones, empty for stock.
+def warm_up(
+    server: Server, max_num_seqs: int, widths: Sequence[int], switch: "Callable[[int | None], None] | None" = None
+) -> list[int]:
+    """Completions at every concurrency, at every captured width.
 
-    Returns the captured widths that no step used: none for a static width; a policy may have no reason for some.
-    LaunchError when a completion fails, or when the plugin should be active and counts no step.
+    widths: the captured ones, empty for stock. switch: sets the width of the running server, None returns it to its
+    own choice; without it requests reach what the server chooses.
+
+    Returns the captured widths that no step used; with `switch`, or with one width, there are none. LaunchError when a
+    completion fails, or when the plugin counts no step where it should.
     """
-    for streams in concurrencies(max_num_seqs):
-        with ThreadPoolExecutor(max_workers=streams) as pool:
-            counts = list(pool.map(server.complete, [PROMPTS[(streams + i) % len(PROMPTS)] for i in range(streams)]))
-        if min(counts) < 1:
-            raise LaunchError(f"a warm-up completion at {streams} streams came back empty: see ./start.sh logs.")
+    for width in widths if switch else [None]:
+        if switch and width is not None:
+            switch(width)
+            _follow(server, width)
+        for streams in concurrencies(max_num_seqs):
+            _complete_together(server, streams)
+    if switch:
+        switch(None)
     if not widths:
         return []
-    used = {width for width, steps in settled_widths(server).items() if steps > 0}
+    used = {width for width, steps in _settled_widths(server).items() if steps > 0}
     if not used & set(widths):
         raise LaunchError(
             f"the warm-up ran, but /metrics counts no step at a width of {', '.join(map(str, widths))} "
@@ -110,9 +120,30 @@ def warm_up(server: Server, max_num_seqs: int, widths: Sequence[int]) -> list[in
     return sorted(set(widths) - used)
 
 
-def settled_widths(server: Server, within_s: float = 5) -> dict[int, float]:
-    """The plugin's counters, which vLLM publishes with a delay after the last step."""
-    deadline = time.monotonic() + within_s
+def _complete_together(server: Server, streams: int) -> None:
+    with ThreadPoolExecutor(max_workers=streams) as pool:
+        counts = list(pool.map(server.complete, [PROMPTS[(streams + i) % len(PROMPTS)] for i in range(streams)]))
+    if min(counts) < 1:
+        raise LaunchError(f"a warm-up completion at {streams} streams came back empty: see ./start.sh logs.")
+
+
+def _follow(server: Server, width: int) -> None:
+    """Completions until the server uses the width that it was switched to; it looks at the switch now and then."""
+    deadline = time.monotonic() + FOLLOW_S
+    before = server.widths().get(width, 0)
+    while time.monotonic() < deadline:
+        _complete_together(server, 1)
+        if server.widths().get(width, 0) > before:
+            return
+    raise LaunchError(
+        f"width {width} is captured and the server did not use it within {FOLLOW_S} s when it was switched to it: "
+        "see ./start.sh logs for what it says about its control file."
+    )
+
+
+def _settled_widths(server: Server) -> dict[int, float]:
+    """The plugin's counters, which vLLM may publish some time after the last step."""
+    deadline = time.monotonic() + SETTLE_S
     while not (widths := server.widths()) and time.monotonic() < deadline:
         time.sleep(0.5)
     return widths

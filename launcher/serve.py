@@ -81,12 +81,11 @@ class Deployment:
 
 def start(root: Path, *, dry_run: bool) -> int:
     """Serve, and return when the server is READY; 0 if it serves."""
-    if not dry_run:
-        make_env_file(root)
     deployment = Deployment.of(root, load(root))
     if dry_run:
         show(deployment)
         return 0
+    make_env_file(root)
     with state.lock(take_over=False):
         return _start(deployment)
 
@@ -180,6 +179,8 @@ def _start(deployment: Deployment) -> int:
     state.save(started)
     try:
         widths = planned_widths(d.root, d.settings, d.bundle, d.hosts[0]) if d.bundle else []
+        if ranks.switchable(d.settings):
+            _switch(d)(None)  # left behind by a warm-up that was cut short, it would decide this server's width
         on_all(d.hosts, lambda host: host.must(d.runtime.run(d.rank_of(host)), RUN_S, "starting vLLM", whole=True))
         with _Ranks(d) as running:
             digest, unused = _wait_until_ready(d, running, widths)
@@ -418,12 +419,26 @@ def _wait_until_ready(d: Deployment, running: _Ranks, widths: Sequence[int]) -> 
         digest = _digests(d, complete=True)
     print(f"Healthy. Warming up at 1 to {d.settings.max_num_seqs} streams.")
     unused: list[int] = []
+    switch = _switch(d) if ranks.switchable(d.settings) else None
 
     def warm() -> None:
-        unused.extend(readiness.warm_up(d.server, d.settings.max_num_seqs, widths))
+        unused.extend(readiness.warm_up(d.server, d.settings.max_num_seqs, widths, switch))
 
     _beside(d, running, warm)
     return digest, unused
+
+
+def _switch(d: Deployment) -> "Callable[[int | None], None]":
+    """Writes the head's control file, whole or not at all; None removes it."""
+    path = ranks.control_file(d.settings)
+
+    def switch(width: int | None) -> None:
+        text = f'rm -f "{path}"'
+        if width is not None:
+            text = f'printf \'{{"width": %d}}\' {width} >"{path}.part" && mv "{path}.part" "{path}"'
+        d.hosts[0].must(text, ASK_S, "switching the width for the warm-up")
+
+    return switch
 
 
 def _until_deadline(d: Deployment, running: _Ranks) -> Iterator[None]:

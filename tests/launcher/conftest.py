@@ -7,6 +7,7 @@ stays on loopback or inside the namespaces.
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -35,6 +36,9 @@ def until(promise: Callable[[], object], within_s: float = 20) -> None:
     while not promise():
         assert time.monotonic() < deadline, f"not within {within_s} s"
         time.sleep(0.05)
+
+
+_METRICS = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read().decode())"
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,10 @@ class Hosts:
         self.root = tmp / "checkout"
         self.root.mkdir()
         shutil.copy(ROOT / "start.sh", self.root)
-        for name in ("launcher", "src", "overlays", "pyproject.toml", ".env.example"):
+        for name in ("launcher", "overlays", "pyproject.toml", ".env.example"):
             (self.root / name).symlink_to(ROOT / name)
+        # A copy: somebody may be editing the plugin, which is part of what makes two starts the same.
+        shutil.copytree(ROOT / "src", self.root / "src", ignore=shutil.ignore_patterns("__pycache__"))
         for role in ("head", "worker"):
             (self.folder(role) / "containers").mkdir(parents=True)
             (self.folder(role) / "home").mkdir()
@@ -197,6 +203,18 @@ class Hosts:
             "HF_TOKEN": "hf_secret",
         } | changes
         (self.root / ".env").write_text("".join(f"{name}='{value}'\n" for name, value in values.items()))
+
+    def plan_widths(self, *widths: int) -> None:
+        """What the canned plan says will be captured."""
+        (self.folder("head") / "canned.json").write_text(
+            json.dumps({"check": CHECK, "plan": PLAN | {"widths": list(widths)}})
+        )
+
+    def steps(self) -> dict[int, float]:
+        """Steps per width that the running server has counted."""
+        command = [*self.cable.enter("head"), sys.executable, "-c", _METRICS, f"http://127.0.0.1:{PORT}/metrics"]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return {int(width): float(count) for width, count in re.findall(r'width="(\d+)"} ([0-9.]+)', text)}
 
     def behave(self, role: str, **behaviour: str) -> None:
         (self.folder(role) / "behaviour.json").write_text(json.dumps(behaviour))

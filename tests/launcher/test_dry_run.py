@@ -134,6 +134,22 @@ def test_a_width_that_is_none_is_one_sentence_and_creates_nothing(tmp_path: Path
     assert tree(tmp_path) == before
 
 
+def test_profile_restarts_a_policy_with_time_to_measure_on_both_ranks(tmp_path: Path) -> None:
+    folder = checkout(tmp_path / "clone")
+    done = launch(folder, "profile", "--dry-run", DFLASH_VERIFY_TOKENS="auto")
+    assert done.stdout.count("DFLASH_PROFILE_SECONDS=600") == 2
+    # Measured once; the same server afterwards, without the time to measure, is not another configuration.
+    labels = set(
+        re.findall(
+            r"launcher\.config=\w+", done.stdout + launch(folder, "--dry-run", DFLASH_VERIFY_TOKENS="auto").stdout
+        )
+    )
+    assert len(labels) == 1
+    refused = launch(folder, "profile", "--dry-run", DFLASH_VERIFY_TOKENS="3")
+    assert refused.returncode == 1
+    assert "set it to auto" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [(["strat"], "unknown command 'strat'"), (["start", "--dryrun"], "--dry-run"), (["logs", "wrker"], "head worker")],
@@ -147,7 +163,10 @@ def test_a_word_that_is_not_known_is_named(tmp_path: Path, words: list[str], sai
 
 def test_the_first_start_makes_a_private_settings_file(tmp_path: Path) -> None:
     folder = checkout(tmp_path / "clone")
-    done = launch(folder, "start", HEAD_ADDR="not an address")
+    assert launch(folder, "start", HEAD_ADDR="not an address").returncode == 1
+    assert not (folder / ".env").exists()  # nothing happens before everything is valid
+    done = launch(folder, "start", NODES="1", RUNTIME="host", VLLM_BIN="/nowhere/vllm")
     assert done.returncode == 1
+    assert "/nowhere/vllm" in done.stderr
     assert (folder / ".env").read_text() == (ROOT / ".env.example").read_text()
     assert (folder / ".env").stat().st_mode & 0o777 == 0o600

@@ -219,6 +219,20 @@ def test_ready_needs_completions_that_the_plugin_counts(hosts: Hosts, completion
     until(lambda: stopped(hosts))
 
 
+def test_the_warm_up_of_a_policy_reaches_every_captured_width_and_leaves_the_switch_free(hosts: Hosts) -> None:
+    hosts.plan_widths(1, 3, 7)
+    expect(hosts.launch(DFLASH_VERIFY_TOKENS="auto"), 0, "READY", "widths 1, 3, 7")
+    assert set(hosts.steps()) == {1, 3, 7}
+    assert not list(hosts.tmp.rglob("control.json*"))
+
+
+def test_a_width_that_the_server_cannot_be_switched_to_is_not_ready(hosts: Hosts) -> None:
+    hosts.plan_widths(1, 7)
+    hosts.behave("head", control="ignored")
+    expect(hosts.launch(DFLASH_VERIFY_TOKENS="auto"), 1, "width 1 is captured and the server did not use it")
+    until(lambda: stopped(hosts))
+
+
 def test_stop_status_and_logs_work_with_settings_that_nobody_could_start_with(hosts: Hosts) -> None:
     assert hosts.launch()[0] == 0
     env = hosts.root / ".env"

@@ -67,10 +67,19 @@ def environment(options: dict[str, list[str]]) -> dict[str, str]:
     for text in options.get("--env", []):
         name, equals, value = text.partition("=")
         if equals:
-            result[name] = value
+            result[name] = on_host(options, value)
         elif name in os.environ:
             result[name] = os.environ[name]
     return result
+
+
+def on_host(options: dict[str, list[str]], path: str) -> str:
+    """A path in the container, where it lies on this host."""
+    for volume in options.get("--volume", []):
+        source, target = volume.split(":")[:2]
+        if path.startswith(f"{target}/"):
+            return source + path.removeprefix(target)
+    return path
 
 
 def inside(options: dict[str, list[str]], arguments: list[str]) -> list[str]:

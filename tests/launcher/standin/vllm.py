@@ -24,9 +24,17 @@ def option(name: str, default: str = "") -> str:
     return ARGUMENTS[ARGUMENTS.index(name) + 1] if name in ARGUMENTS else default
 
 
+def width() -> int:
+    """What the control file says, else what a server starts with."""
+    path = Path(os.environ.get("DFLASH_CONTROL_FILE", "/nowhere"))
+    if path.exists() and BEHAVIOUR.get("control") != "ignored":
+        return int(json.loads(path.read_text())["width"])
+    return 7 if WIDTHS.startswith("auto") else 3
+
+
 def say_plan(rank: int) -> None:
     # The same on every rank with the same settings, as the plugin's digest is.
-    agreed = {name: value for name, value in os.environ.items() if name.startswith("DFLASH_")}
+    agreed = {name: os.environ.get(name) for name in ("DFLASH_VERIFY_TOKENS", "DFLASH_TOKENS", "DFLASH_BLOCK_VERIFY")}
     digest = hashlib.sha256(json.dumps([agreed, option("--max-num-seqs")], sort_keys=True).encode()).hexdigest()[:12]
     digest = BEHAVIOUR.get("digest", digest)
     if digest:
@@ -47,7 +55,7 @@ class Api(BaseHTTPRequestHandler):
             self.answer("out of memory", 500)
             return
         if WIDTHS and BEHAVIOUR.get("completions") != "uncounted":
-            steps[3] = steps.get(3, 0) + 8
+            steps[width()] = steps.get(width(), 0) + 8
         self.answer(json.dumps({"choices": [{"text": "x"}], "usage": {"completion_tokens": body["max_tokens"]}}))
 
     def answer(self, text: str, status: int = 200) -> None:
