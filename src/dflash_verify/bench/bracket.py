@@ -19,6 +19,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import time
 import tomllib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -245,7 +246,7 @@ def write_control_file(path: Path, width: int | str) -> None:
     Path(file.name).replace(path)
 
 
-async def switch_live(endpoint: Endpoint, path: Path, arm: Arm, *, tries: int = 5) -> None:
+async def switch_live(endpoint: Endpoint, path: Path, arm: Arm, *, timeout_s: float = 10.0) -> None:
     """Write the control file and prove with short requests that the server has followed it."""
     assert arm.width is not None
     before = await endpoint.wait_idle()
@@ -263,7 +264,9 @@ async def switch_live(endpoint: Endpoint, path: Path, arm: Arm, *, tries: int = 
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
     seen: dict[int, float] = {}
-    for _ in range(tries):
+    # The scheduler looks at the file now and then, and steps already scheduled keep their width.
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
         before = await endpoint.wait_idle()
         stream = await endpoint.stream(body)
         if stream.error:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich.console import Console
@@ -15,6 +15,9 @@ from rich.table import Table
 
 from dflash_verify import __version__
 from dflash_verify.bench import errors
+
+if TYPE_CHECKING:
+    from dflash_verify.bench.stats import Interval
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -181,6 +184,7 @@ def bench(url: str, model: str | None, api_key: str | None, stall_s: float, **op
 @click.option("--narrow", default=3, show_default=True, help="Without --config: the narrow verify width.")
 @click.option("--auto/--no-auto", default=False, help="Without --config: also measure the automatic width.")
 @click.option("--passes", type=click.IntRange(1), help="Rounds over all arms; the order alternates.")
+@click.option("--report/--no-report", "with_report", default=True, help="Write report.html and report.png at the end.")
 def bracket(
     url: str,
     model: str | None,
@@ -193,6 +197,7 @@ def bracket(
     narrow: int,
     auto: bool,
     passes: int | None,
+    with_report: bool,
     **options: Any,
 ) -> None:
     """Bracketed A/B between widths: the baseline is measured before and after, so that drift shows.
@@ -267,7 +272,7 @@ def bracket(
         finally:
             store.close()
             _finish(out)
-        for path in write_report(out):
+        for path in write_report(out) if with_report else ():
             _say(f"wrote {path}")
 
     try:
@@ -302,6 +307,10 @@ def _finish(out: Path) -> None:
     write_summary(out, summarise(read_manifest(out), read_records(out)).as_json())
 
 
+def _middle(value: "Interval | None", digits: int) -> str:
+    return "–" if value is None else f"{value.median:.{digits}f}"
+
+
 def _print(out: Path, *, as_json: bool) -> None:
     from dflash_verify.bench.records import read_manifest, read_records
     from dflash_verify.bench.summary import summarise
@@ -329,19 +338,16 @@ def _print(out: Path, *, as_json: bool) -> None:
     ):
         table.add_column(name, justify="left" if name in ("workload", "arm", "95 %") else "right")
     for r in summary.rows:
-        assert r.tok_s is not None
-        assert r.stream_tok_s is not None
-        assert r.ttft_ms is not None
         table.add_row(
             r.workload,
             f"{r.concurrency}" + (f" of {r.max_num_seqs}" if r.max_num_seqs else ""),
             labels[r.arm],
-            f"{r.tok_s.median:.1f}",
-            f"{r.tok_s.low:.1f} … {r.tok_s.high:.1f}",
-            f"{r.stream_tok_s.median:.1f}",
-            f"{r.ttft_ms.median:.0f}",
+            _middle(r.tok_s, 1),
+            "–" if r.tok_s is None else f"{r.tok_s.low:.1f} … {r.tok_s.high:.1f}",
+            _middle(r.stream_tok_s, 1),
+            _middle(r.ttft_ms, 0),
             "–" if r.mean_width is None else f"{r.mean_width:.2f}",
-            "–" if r.tokens_per_step is None else f"{r.tokens_per_step.median:.2f}",
+            _middle(r.tokens_per_step, 2),
             str(len(set(r.text_hashes.values()))) if r.text_hashes else "–",
             str(r.runs),
         )

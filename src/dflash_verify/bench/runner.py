@@ -69,7 +69,9 @@ class Runner:
         after: Snapshot | None = None
         lost: str | None = None
         try:
-            after = await self.endpoint.wait_settled(before.generation_tokens + usage)
+            # After an error the counter has nothing to agree with.
+            expected = 0 if any(s.error for s in streams) else before.generation_tokens + usage
+            after = await self.endpoint.wait_settled(expected)
         except BenchError as error:
             lost = str(error)
         gpu_samples += self.gpus.read()

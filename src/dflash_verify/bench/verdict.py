@@ -9,7 +9,7 @@ from dflash_verify.bench.summary import Comparison, Row, Summary
 
 def arm_labels(manifest: dict[str, Any]) -> dict[str, str]:
     return {
-        arm["name"]: arm["name"] if arm.get("kind") == "as is" else Arm.model_validate(arm).label
+        arm["name"]: arm["name"] if arm.get("kind") == "as is" else Arm.model_construct(**arm).label
         for arm in manifest["arms"]
     }
 
