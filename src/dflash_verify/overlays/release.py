@@ -48,9 +48,9 @@ def _with_entry(text: str, index: int, release: str, digest: str | None) -> str:
     starts = [i for i, line in enumerate(lines) if line.strip() == "[[targets]]"]
     start = starts[index]
     end = next((i for i in range(start + 1, len(lines)) if lines[i].startswith("[[")), len(lines))
+    while not lines[end - 1].strip() or lines[end - 1].startswith("#"):  # what leads up to the next table is not ours
+        end -= 1
     segment = [line for line in lines[start:end] if not line.startswith(f'"{release}" =')]
-    while segment and not segment[-1].strip():
-        segment.pop()
     table, value = ("fingerprints", digest) if digest is not None else ("absent", ABSENT)
     header = f"[targets.{table}]"
     if header not in segment:
@@ -59,8 +59,7 @@ def _with_entry(text: str, index: int, release: str, digest: str | None) -> str:
     last = next((i for i in range(first, len(segment)) if segment[i].startswith("[")), len(segment))
     entries = [*segment[first:last], f'"{release}" = "{value}"']
     entries.sort(key=_entry_key)
-    tail = [""] if end < len(lines) else []
-    return "\n".join([*lines[:start], *segment[:first], *entries, *segment[last:], *tail, *lines[end:]]) + "\n"
+    return "\n".join([*lines[:start], *segment[:first], *entries, *segment[last:], *lines[end:]]) + "\n"
 
 
 def _entry_key(line: str) -> tuple[int, ...]:
