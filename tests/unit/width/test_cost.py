@@ -180,9 +180,9 @@ def test_step_times_are_learned_from_served_steps(start):
         for batch in CELLS:
             for width in WIDTHS:
                 model.observe(batch, width, served(rng, batch, width))
-    for batch in CELLS:
+    for batch, row in CELLS.items():
         assert ratios(model, batch) == pytest.approx(TRUE[batch], rel=0.02)
-        assert model.row(batch)[0] == pytest.approx(list(CELLS[batch]), rel=0.03)
+        assert model.row(batch)[0] == pytest.approx(list(row), rel=0.03)
 
 
 def test_one_stalled_step_moves_little():
