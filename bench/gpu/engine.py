@@ -50,7 +50,9 @@ class Run:
 class GpuEngine:
     """An in-process LLM over a random-weight shape."""
 
-    def __init__(self, model: str, speculative: dict[str, Any] | None, max_num_seqs: int, **fields: Any) -> None:
+    def __init__(
+        self, model: str, speculative: dict[str, Any] | None, max_num_seqs: int, watch: bool = True, **fields: Any
+    ) -> None:
         from vllm import LLM
 
         target, draft = shapes.write(model, Path(tempfile.gettempdir()) / "dflash-verify-shapes")
@@ -87,7 +89,7 @@ class GpuEngine:
         self._survival = ""
         self._controller_s = 0.0
         self._synthetic = speculative is not None
-        if self._synthetic:
+        if self._synthetic and watch:  # only with the worker in this process
             self._count_draft_graphs()
             self._watch_tokens()
             self._watch_controller()

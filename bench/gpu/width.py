@@ -26,6 +26,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further cell after this long")
+    parser.add_argument("--without", default="", help="leave this overlay off: what is it worth?")
     parser.add_argument("--out", required=True)
     return parser.parse_args()
 
@@ -47,6 +48,8 @@ def main() -> None:
     elif args.engine == "adaptive":
         speculative = {"enable_adaptive_verification": True}
 
+    if args.without:
+        leave_off(args.without)
     from engine import GpuEngine, about_machine, median_row
 
     fields: dict[str, Any] = {}
@@ -100,6 +103,15 @@ def main() -> None:
     print("drafter graphs", dict(engine.draft_graphs), flush=True)
     sys.stdout.flush()
     os._exit(0)  # an in-process engine's teardown is not what is measured
+
+
+def leave_off(name: str) -> None:
+    """Apply all overlays but one, before vLLM loads the plugin, which then finds them applied."""
+    from dflash_verify import overlays
+    from dflash_verify.overlays.manifest import load_manifests
+    from dflash_verify.settings import load
+
+    overlays.apply(load(), [manifest for manifest in load_manifests() if manifest.name != name])
 
 
 def select(engine: Any, arm: str) -> None:
