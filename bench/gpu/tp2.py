@@ -7,6 +7,7 @@ an acceptance that alternates. `--kill` then ends rank 1 and watches the server 
 """
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -103,7 +104,7 @@ def main() -> None:
         "steps": steps,
         "seconds": round(time.time() - began, 1),
         "widths": {str(width): widths_0.count(width) for width in sorted(set(widths_0))},
-        "changes": sum(a != b for a, b in zip(widths_0, widths_0[1:], strict=False)),
+        "changes": sum(a != b for a, b in itertools.pairwise(widths_0)),
         "same_widths": widths_0 == widths_1,
         "same_tokens": sum_0 == sum_1,
     }

@@ -2,7 +2,7 @@
 `enable_adaptive_verification` give, and what does `auto`?
 
     python bench/block/train.py --device cuda --seed 0 --out pair-0     # first
-    python bench/gpu/pair.py ENGINE --pair pair-0 --streams 1,8,32,128 --out rows.json
+    python bench/gpu/trained_pair.py ENGINE --pair pair-0 --streams 1,8,32,128 --out rows.json
 
 Engines: off, stock, sampled (stock with sampled drafts), block, auto, auto-block, adaptive.
 """
