@@ -34,31 +34,48 @@ environment_is_current() {
   [[ $(<"$STAMP") == "$(environment_fingerprint)" ]]
 }
 
-# pip in the background, with the last thing that it said and the time so far: on one line of a terminal, else every 20 s.
-environment_install() {
-  local started=$SECONDS pid last=0 line
-  trap 'kill "$pid" 2>/dev/null || true; trap - INT TERM; die "interrupted: run it again, it continues where it stopped."' INT TERM
-  # pip's own progress bar is off: it would fill the log. The warnings are pip talking about its mirrors.
-  PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install --progress-bar off --disable-pip-version-check -e "${ROOT}[$EXTRAS]" \
-    >"$INSTALL_LOG" 2>&1 &
-  pid=$!
-  while kill -0 "$pid" 2>/dev/null; do
+# What pip said last and the time so far, until it is ended: on one line of a terminal, else every 20 s.
+environment_progress() {
+  local started=$SECONDS last=0 line
+  while sleep 1; do
     line=$(grep -E '^ *(Collecting|Downloading|Installing|Building|Preparing|Obtaining)' "$INSTALL_LOG" | tail -n 1 | cut -c1-90) || line=
+    line=${line#"${line%%[![:space:]]*}"}
     if [[ -t 1 ]]; then
-      printf '\r\033[K  %3d s  %s' $((SECONDS - started)) "${line#"${line%%[![:space:]]*}"}"
+      printf '\r\033[K  %3d s  %s' $((SECONDS - started)) "$line"
     elif ((SECONDS - last >= 20)); then
       last=$SECONDS
-      printf '  %3d s  %s\n' $((SECONDS - started)) "${line#"${line%%[![:space:]]*}"}"
+      printf '  %3d s  %s\n' $((SECONDS - started)) "$line"
     fi
-    sleep 1
   done
+}
+
+environment_interrupted() {
+  trap - INT TERM
+  # shellcheck disable=SC2046 # process ids
+  kill $(jobs -p) 2>/dev/null || true
+  die "interrupted: run it again, it continues where it stopped."
+}
+
+environment_install() {
+  local started=$SECONDS pip progress status=0
+  # pip works in the background, since `wait` is interrupted at once by a signal, and a command in the foreground is not.
+  trap environment_interrupted INT TERM
+  # pip's own progress bar is off: it would fill the log.
+  PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install --progress-bar off --disable-pip-version-check -e "${ROOT}[$EXTRAS]" \
+    >"$INSTALL_LOG" 2>&1 &
+  pip=$!
+  environment_progress &
+  progress=$!
+  wait "$pip" || status=$?
+  kill "$progress" 2>/dev/null || true
+  wait "$progress" 2>/dev/null || true
+  trap - INT TERM
   [[ ! -t 1 ]] || printf '\r\033[K'
-  if ! wait "$pid"; then
-    trap - INT TERM
-    grep -v '^WARNING: Location' "$INSTALL_LOG" | tail -n 15 >&2
+  if ((status)); then
+    # The warnings are pip talking about its mirrors.
+    grep -v '^WARNING: Location' "$INSTALL_LOG" | tail -n 15 >&2 || true
     die "pip could not install the packages: the last lines are above, all of them are in $INSTALL_LOG."
   fi
-  trap - INT TERM
   say "  installed in $((SECONDS - started)) s"
 }
 
