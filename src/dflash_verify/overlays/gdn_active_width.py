@@ -100,9 +100,24 @@ class _Builders:
         # A graph of adaptive verification is captured for one length and replayed for all.
         if getattr(builder.speculative_config, "enable_adaptive_verification", False):
             return False
-        layers = builder.compilation_config.static_forward_context
-        device_type = builder.device.type
-        return all(_walks_strides(layers[name], device_type) for name in builder.layer_names if name in layers)
+        device_type = _device_type(builder)
+        return all(_walks_strides(layer, device_type) for layer in _layers(builder))
+
+
+def _layers(builder: Any) -> list[Any]:
+    """The layers that will read what the builder makes."""
+    known = builder.compilation_config.static_forward_context
+    names = getattr(builder, "layer_names", None)
+    if names is not None:
+        return [known[name] for name in names if name in known]
+    # Before 0.30 a GDN builder does not keep its names: then every recurrent layer of the model counts.
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    return [layer for layer in known.values() if isinstance(layer, MambaBase)]
+
+
+def _device_type(builder: Any) -> str:
+    return str(builder.spec_state_indices_tensor.device.type)
 
 
 def _build(original: AnyFunction, context: Context) -> AnyFunction:

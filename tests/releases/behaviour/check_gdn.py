@@ -7,12 +7,13 @@ verifies the same K >= 1 drafts, else N + 1; the memory is that which stock retu
 import dataclasses
 import importlib
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from dflash_verify.overlays import gdn_active_width
 
 N, SLOTS, BLOCKS = 7, 8, 11  # draft width, request slots, columns of the block table
 GDN = ("vllm.v1.attention.backends.gdn_attn", "GDNAttentionMetadataBuilder")
@@ -297,22 +298,31 @@ QWEN = ("vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn", "QwenGatedD
 KIMI_LAYER = ("vllm.models.kimi_k3.nvidia.kda", "KimiK3DeltaAttention")
 
 
-def columns_on_gpu(builder):
-    """Columns that a builder of a GPU would return at width 3 (only its idea of the device is changed)."""
-    builder.device = SimpleNamespace(type="cuda")
-    return builder.build(0, *inputs([verify(3)] * 4)).spec_state_indices_tensor.shape[1]
+@pytest.fixture
+def columns_on_gpu(applied, make_builder, monkeypatch):
+    """Columns that a builder of a GPU would return at width 3 for these layers (only its idea of the device is changed)."""
+    monkeypatch.setattr(gdn_active_width, "_device_type", lambda builder: "cuda")
+
+    def columns(which, **layers):
+        builder = make_builder(which, layers=layers)
+        return builder.build(0, *inputs([verify(3)] * 4)).spec_state_indices_tensor.shape[1]
+
+    return columns
 
 
-def test_layers_whose_kernel_needs_contiguous_rows_keep_them(applied, make_builder, release):
+def test_layers_whose_kernel_needs_contiguous_rows_keep_them(columns_on_gpu, release):
     fused = "enable_fused_gdn_decode" if release < (0, 32, 0) else "enable_fused_gdn_spec_decode"
     triton, cuda = layer(*QWEN, **{fused: False}), layer(*QWEN, **{fused: True})
-    assert columns_on_gpu(make_builder(GDN, layers={"a": triton, "b": triton})) == 4
-    assert columns_on_gpu(make_builder(GDN, layers={"a": triton, "b": cuda})) == N + 1
+    assert columns_on_gpu(GDN, a=triton, b=triton) == 4
+    assert columns_on_gpu(GDN, a=triton, b=cuda) == N + 1
     native, flashinfer = (layer(*KIMI_LAYER, kda_spec_decode_backend=b) for b in ("native", "flashinfer"))
-    assert columns_on_gpu(make_builder(KIMI_NVIDIA, layers={"a": native})) == 4
-    assert columns_on_gpu(make_builder(KIMI_NVIDIA, layers={"a": flashinfer})) == N + 1
-    # CPU kernels copy the rows.
-    builder = make_builder(GDN, layers={"a": triton})
+    assert columns_on_gpu(KIMI_NVIDIA, a=native) == 4
+    assert columns_on_gpu(KIMI_NVIDIA, a=flashinfer) == N + 1
+
+
+def test_layers_on_a_cpu_keep_their_rows(applied, make_builder):
+    """The CPU kernels copy the rows."""
+    builder = make_builder(GDN, layers={"a": layer(*QWEN)})
     assert builder.build(0, *inputs([verify(3)] * 4)).spec_state_indices_tensor.shape[1] == N + 1
 
 
@@ -328,18 +338,21 @@ def test_the_fused_switch_of_qwen_layers_is_still_called_that(release):
     assert ("flashinfer_packed_fused_kda_decode(" in source) == ("self.kda_spec_decode_backend =" in source)
 
 
-def test_glm_layers_are_narrowed_where_they_exist(applied, make_builder, release):
+def test_glm_layers_are_narrowed_where_they_exist(columns_on_gpu, release):
     if release < (0, 30, 0):
         pytest.skip("GLM-5.3's KDA layer exists from 0.30.0 on")
     module = "vllm.models.glm5next.nvidia.kda" if release < (0, 31, 0) else "vllm.models.glm5next.common.kda"
-    assert columns_on_gpu(make_builder(GDN, layers={"a": layer(module, "Glm5NextLinearAttention")})) == 4
+    assert columns_on_gpu(GDN, a=layer(module, "Glm5NextLinearAttention")) == 4
 
 
-def test_amd_kimi_layers_keep_their_rows_where_the_specialised_decode_exists(applied, make_builder, release):
+def test_amd_kimi_layers_keep_their_rows_where_the_specialised_decode_exists(columns_on_gpu, release):
     kimi = layer("vllm.models.kimi_k3.amd.kda", "KimiK3DeltaAttention")
-    columns = columns_on_gpu(make_builder(KIMI_AMD, layers={"a": kimi}))
-    assert columns == (4 if release < (0, 33, 0) else N + 1)
+    assert columns_on_gpu(KIMI_AMD, a=kimi) == (4 if release < (0, 33, 0) else N + 1)
 
 
-def test_an_unknown_layer_keeps_its_rows(applied, make_builder):
-    assert columns_on_gpu(make_builder(GDN, layers={"a": SimpleNamespace()})) == N + 1
+def test_an_unknown_layer_keeps_its_rows(columns_on_gpu):
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    unknown = type("CustomLayer", (MambaBase,), {"__abstractmethods__": frozenset()})
+    unknown.__abstractmethods__ = frozenset()
+    assert columns_on_gpu(GDN, a=object.__new__(unknown)) == N + 1

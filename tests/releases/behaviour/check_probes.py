@@ -1,9 +1,5 @@
 """What `check --gpu` runs on a device, run here through Triton's interpreter: the kernels are vLLM's own."""
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # before vLLM is imported
-
 import pytest
 
 from dflash_verify.cpu import interpreter
