@@ -1,6 +1,7 @@
 """Serving with `./start.sh`: one host or two, in containers. Standard library only (Python 3.10 and newer), because a
 host that serves has bash, ssh, docker and python3, and need not have anything else.
 
+  main.py        commands and their words
   settings.py    .env and the environment -> Settings, one sentence per error
   dotenv.py      reads .env; nothing in it is ever evaluated
   bundle.py      the plugin as one folder, named by its content
@@ -12,5 +13,7 @@ host that serves has bash, ssh, docker and python3, and need not have anything e
   state.py       what was started, so that stop works without any settings
   watch.py       stops everything when a rank ends
   report.py      status, logs
-  tools.py       check, plan, profile, bench
+  tools.py       check, plan, bench
+
+environment.sh and suites.sh beside them are setup, demo and test, which do install packages.
 """

@@ -9,6 +9,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from launcher.bundle import COSTS, MOUNT, Bundle
 from launcher.settings import HostSettings, Settings
@@ -217,7 +218,7 @@ def _process(settings: Settings, host: HostSettings, bundle: "Bundle | None", co
     """Without docker: a session of its own, so that `stop` finds every child."""
     variables = environment(settings, host)
     if settings["HF_CACHE"]:
-        variables["HF_HOME"] = settings["HF_CACHE"]
+        variables["HF_HOME"] = str(Path(settings["HF_CACHE"].replace("$HOME/", "~/", 1)).expanduser())
     if switchable(settings):
         variables["DFLASH_CONTROL_FILE"] = control_file(settings)
     words = _words("setsid")

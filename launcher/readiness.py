@@ -101,7 +101,8 @@ def warm_up(
     Returns the captured widths that no step used; with `switch`, or with one width, there are none. LaunchError when a
     completion fails, or when the plugin counts no step where it should.
     """
-    for width in widths if switch else [None]:
+    rounds: list[int | None] = list(widths) if switch else [None]
+    for width in rounds:
         if switch and width is not None:
             switch(width)
             _follow(server, width)

@@ -183,8 +183,9 @@ def validate(values: Mapping[str, str]) -> Settings:
     draft_tokens, plugin = _speculation(check, tp_size)
     for name in ("MODEL", "BASE_IMAGE"):
         check.text(name)
-    for name in ("MODEL_REVISION", "DRAFT_REVISION", "SERVED_MODEL_NAME", "HF_CACHE", "VLLM_BIN"):
+    for name in ("MODEL_REVISION", "DRAFT_REVISION", "SERVED_MODEL_NAME", "VLLM_BIN"):
         check.text(name, blank=True)
+    check.form("HF_CACHE", r"(?:(?:/|~/|\$HOME/)[^:\n]*)?", "an absolute path, or one that begins with ~/")
     check.form("SERVER_NAME", r"[A-Za-z0-9][A-Za-z0-9_.-]{0,60}", "letters, digits, _ . -")
     check.form("LISTEN", r"[0-9A-Za-z.:]+", "an IP address or host name, such as 0.0.0.0")
     check.form("KV_CACHE_DTYPE", r"[A-Za-z0-9_]+", "one of vLLM's names, such as auto or fp8")

@@ -150,6 +150,12 @@ def test_profile_restarts_a_policy_with_time_to_measure_on_both_ranks(tmp_path: 
     assert "set it to auto" in refused.stderr
 
 
+def test_bench_asks_the_server_of_the_settings_and_hides_its_key(tmp_path: Path) -> None:
+    inline = {"PORT": "8123", "LISTEN": "10.0.0.1", "SERVED_MODEL_NAME": "m", "VLLM_API_KEY": "sk-secret"}
+    done = launch(checkout(tmp_path / "clone"), "bench", "--repeats", "3", "--dry-run", **inline)
+    assert done.stdout.splitlines()[-1] == "dflash-verify bench --url http://10.0.0.1:8123 --model m --repeats 3"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [(["strat"], "unknown command 'strat'"), (["start", "--dryrun"], "--dry-run"), (["logs", "wrker"], "head worker")],

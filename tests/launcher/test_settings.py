@@ -135,6 +135,8 @@ def test_an_unknown_name_in_the_file_is_an_error_that_names_the_nearest(tmp_path
         ({"MODEL": "--trust-remote-code"}, "begins with a dash"),
         ({"EXTRA_ARGS": "--a 'b"}, "EXTRA_ARGS: no closing quotation"),
         ({"RESTARTS": "3"}, "cannot rejoin"),
+        ({"HF_CACHE": "models"}, "HF_CACHE='models' is not accepted: use an absolute path"),
+        ({"HF_CACHE": "/a:/etc"}, "HF_CACHE="),
         ({"SERVER_NAME": "a/b"}, "SERVER_NAME="),
         ({"DFLASH_TOKENS": ""}, "DFLASH_TOKENS is empty"),
         ({"DFLASH_TOKENS": "7.0"}, "DFLASH_TOKENS='7.0'"),
