@@ -3,6 +3,8 @@
 The text goes to `sh` through standard input: secrets in it are seen in no process list, and no quoting is lost on the way.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re
@@ -24,7 +26,7 @@ _T = TypeVar("_T")
 
 
 # Commands of `Host.run` that have not ended, and whether each must not be cut short.
-_running: "dict[subprocess.Popen[str], bool]" = {}
+_running: dict[subprocess.Popen[str], bool] = {}
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Host:
     ssh_config: str = ""
 
     @classmethod
-    def of(cls, host: HostSettings, settings: Settings) -> "Host":
+    def of(cls, host: HostSettings, settings: Settings) -> Host:
         return cls(host.role, host.ssh, settings["SSH_PORT"], settings["SSH_KEY"], settings["SSH_CONFIG"])
 
     @property
@@ -77,7 +79,7 @@ class Host:
             options += ["-i", str(Path(self.ssh_key).expanduser()), "-oIdentitiesOnly=yes"]
         return ["ssh", *options, "--", self.ssh, "sh -s"]
 
-    def begin(self, text: str, **options: object) -> "subprocess.Popen[str]":
+    def begin(self, text: str, **options: object) -> subprocess.Popen[str]:
         """Start shell text without waiting; its own session, so that Ctrl-C in the terminal does not reach it."""
         # A function, so that the shell has read everything before a command can touch its standard input.
         process = subprocess.Popen(  # type: ignore[call-overload]
@@ -137,7 +139,7 @@ def clean_environment() -> dict[str, str]:
     return {n: v for n, v in os.environ.items() if n not in DEFAULTS and not n.startswith(PLUGIN_PREFIX)}
 
 
-def end(process: "subprocess.Popen[str]") -> None:
+def end(process: subprocess.Popen[str]) -> None:
     """End a process of `begin` with everything it started here."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):

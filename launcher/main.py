@@ -1,5 +1,7 @@
 """The serving commands of start.sh: reads the words of the command line and turns every failure into one sentence."""
 
+from __future__ import annotations
+
 import os
 import signal
 import sys
@@ -12,7 +14,7 @@ from launcher.settings import load
 
 PROFILE_S = "600"
 # Which options each command knows; check, plan and bench pass theirs on to `dflash-verify`.
-OPTIONS: "dict[str, tuple[str, ...]]" = {
+OPTIONS: dict[str, tuple[str, ...]] = {
     "start": (),
     "stop": (),
     "restart": (),
@@ -45,7 +47,7 @@ def _interrupt(number: int, frame: object) -> None:
     raise Interrupted
 
 
-def _run(root: Path, command: str, words: "list[str]") -> int:
+def _run(root: Path, command: str, words: list[str]) -> int:
     dry_run = "--dry-run" in words
     words = [word for word in words if word != "--dry-run"]
     for word in words:

@@ -4,6 +4,8 @@ Without a width nothing here mentions the plugin: no mount, no variable, the ima
 ranks get the same mount and the same variables; what differs between ranks is the name, the rank and the network.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import shlex
@@ -130,7 +132,7 @@ def environment(settings: Settings, host: HostSettings) -> dict[str, str]:
     return result | dict(settings.plugin_environment)
 
 
-def config_digest(settings: Settings, bundle: "Bundle | None") -> str:
+def config_digest(settings: Settings, bundle: Bundle | None) -> str:
     """12 hex digits over all that a running server was started with; secrets are not part of it."""
     # Measuring at the start changes nothing of what is served afterwards.
     variables = [
@@ -146,7 +148,7 @@ def config_digest(settings: Settings, bundle: "Bundle | None") -> str:
     return hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:12]
 
 
-def make(settings: Settings, bundle: "Bundle | None") -> list[Rank]:
+def make(settings: Settings, bundle: Bundle | None) -> list[Rank]:
     """Every rank in order, the head first. bundle: the plugin, None for stock."""
     config = config_digest(settings, bundle)
     words = _process if settings["RUNTIME"] == "host" else _docker
@@ -166,7 +168,7 @@ def container_name(prefix: str, role: str) -> str:
     return f"{prefix}-{role}"
 
 
-def _docker(settings: Settings, host: HostSettings, bundle: "Bundle | None", config: str) -> list[Word]:
+def _docker(settings: Settings, host: HostSettings, bundle: Bundle | None, config: str) -> list[Word]:
     restart = f"on-failure:{settings.restarts}" if settings.restarts else "no"
     words = _words("docker", "run", "--detach", "--pull", "never")
     words += _words("--name", container_name(settings["SERVER_NAME"], host.role))
@@ -214,7 +216,7 @@ def control_file(settings: Settings) -> str:
     return f"{folder()}/{CONTROL_FILE}" if settings["RUNTIME"] == "host" else f"{COSTS}/{CONTROL_FILE}"
 
 
-def _process(settings: Settings, host: HostSettings, bundle: "Bundle | None", config: str) -> list[Word]:
+def _process(settings: Settings, host: HostSettings, bundle: Bundle | None, config: str) -> list[Word]:
     """Without docker: a session of its own, so that `stop` finds every child."""
     variables = environment(settings, host)
     if settings["HF_CACHE"]:

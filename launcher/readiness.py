@@ -4,6 +4,8 @@ First requests can hang or compile (two boots of eight in one kit's notes), so t
 every number of streams that has graphs of its own, at every captured width.
 """
 
+from __future__ import annotations
+
 import json
 import re
 import time
@@ -11,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from launcher.errors import LaunchError
 
@@ -34,14 +36,9 @@ PROMPTS = (
 class Server:
     """Where the server listens and what it calls its model."""
 
-    port: int
+    url: str
     model: str
-    api_key: str = ""
-    address: str = "127.0.0.1"
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.address}:{self.port}"
+    api_key: str = field(default="", repr=False)
 
     def get(self, path: str, timeout_s: float) -> str:
         """Body of a GET; OSError when there is none."""
@@ -91,7 +88,7 @@ def concurrencies(max_num_seqs: int) -> list[int]:
 
 
 def warm_up(
-    server: Server, max_num_seqs: int, widths: Sequence[int], switch: "Callable[[int | None], None] | None" = None
+    server: Server, max_num_seqs: int, widths: Sequence[int], switch: Callable[[int | None], None] | None = None
 ) -> list[int]:
     """Completions at every concurrency, at every captured width.
 

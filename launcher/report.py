@@ -42,8 +42,8 @@ def status(root: Path) -> int:
     answers = on_all(hosts, ask)
     for host, (_, shown) in zip(hosts, answers, strict=True):
         print(f"{host.role:7s} {host.ssh or 'this host':24s} {shown}")
-    healthy = Server(started.port, "").healthy()
-    print(f"health  {'ok' if healthy else 'no answer':24s} http://127.0.0.1:{started.port}")
+    healthy = Server(started.url, "").healthy()
+    print(f"health  {'ok' if healthy else 'no answer':24s} {started.url}")
     print(f"watch   {'running' if watch.alive(started.watcher) else 'not running'}")
     return 0 if healthy and all(running for running, _ in answers) else 1
 
@@ -65,7 +65,7 @@ def logs(root: Path, role: str, *, follow: bool) -> int:
         finally:
             end(process)
     result = host.run(text, LOG_S)
-    kept = state.folder() / f"{role}.last.log"
+    kept = state.kept_log(role)
     if result.ok:
         print(result.out)
     elif kept.exists() and not (host.ssh and result.code == 255):

@@ -1,6 +1,8 @@
 """start, stop, restart. The order in `start` is: everything that can be refused, then everything that changes something;
 what was begun is written down before it begins, and from there on any failure or Ctrl-C stops it on every host."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import shlex
@@ -31,6 +33,7 @@ STOP_LIMIT_S = 22  # with ssh's 5 s to connect this stays below the 30 s of `sto
 LOST_S = 60  # how long a host may be unreachable before a start gives up
 DIGEST_EVERY_S = 3
 SAY_EVERY_S = 15
+KEPT_LINES = 400
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,13 @@ class Deployment:
 
     root: Path
     settings: Settings
-    bundle: "plugin.Bundle | None"
+    bundle: plugin.Bundle | None
     ranks: list[Rank]
     hosts: list[Host]
     runtime: Runtime
 
     @classmethod
-    def of(cls, root: Path, settings: Settings) -> "Deployment":
+    def of(cls, root: Path, settings: Settings) -> Deployment:
         bundle = plugin.make(root) if settings.plugin_active else None
         return cls(
             root=root,
@@ -61,7 +64,8 @@ class Deployment:
         listen = self.settings["LISTEN"]
         address = "127.0.0.1" if listen in ("0.0.0.0", "::", "localhost") else listen
         address = f"[{address}]" if ":" in address else address
-        return readiness.Server(self.settings.port, self.settings.model_name, self.settings.api_key, address)
+        url = f"http://{address}:{self.settings.port}"
+        return readiness.Server(url, self.settings.model_name, self.settings.api_key)
 
     def rank_of(self, host: Host) -> Rank:
         return next(rank for rank in self.ranks if rank.host.role == host.role)
@@ -73,7 +77,7 @@ class Deployment:
             ssh_port=self.settings["SSH_PORT"],
             ssh_key=self.settings["SSH_KEY"],
             ssh_config=self.settings["SSH_CONFIG"],
-            port=self.settings.port,
+            url=self.server.url,
             config=self.ranks[0].config,
             plugin=self.settings.plugin_active,
         )
@@ -161,6 +165,19 @@ def stop_started(started: state.Started, *, quiet: bool = False) -> int:
     return 0
 
 
+def keep_logs(started: state.Started) -> None:
+    """The end of every rank's log, before its container goes; `logs` shows it afterwards."""
+    kind = runtime(started.runtime)
+    names = {role: name for role, _, name in started.containers}
+
+    def keep(host: Host) -> None:
+        result = host.run(kind.logs(names[host.role], KEPT_LINES, False), ASK_S)
+        if result.ok:
+            state.kept_log(host.role).write_text(result.out + "\n", encoding="utf-8", errors="replace")
+
+    on_all(hosts_of(started), keep)
+
+
 def hosts_of(started: state.Started) -> list[Host]:
     return [
         Host(role, ssh, started.ssh_port, started.ssh_key, started.ssh_config) for role, ssh, _ in started.containers
@@ -187,12 +204,14 @@ def _start(deployment: Deployment) -> int:
         started = replace(started, ready=True, digest=digest)
         started = replace(started, watcher=watch.begin(d.root))
         state.save(started)
-    except (LaunchError, Interrupted) as error:
+    except BaseException as error:
         # A second Ctrl-C must not leave half of it running.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         wind_down()
-        print("Stopping everything that was started." if isinstance(error, LaunchError) else "\nInterrupted: stopping.")
+        print("\nInterrupted: stopping." if isinstance(error, Interrupted) else "Stopping everything that was started.")
+        if isinstance(error, LaunchError):
+            keep_logs(started)
         stop_started(state.read() or started, quiet=True)
         raise
     width = f"widths {', '.join(map(str, widths))}, plan digest {digest}" if digest else "stock vLLM"
@@ -365,7 +384,7 @@ class _Ranks:
         self._lost_since: dict[Host, float] = {}
         self._connected: dict[Host, float] = {}
 
-    def __enter__(self) -> "_Ranks":
+    def __enter__(self) -> _Ranks:
         for host in self._d.hosts:
             self._wait_for(host)
         return self
@@ -428,7 +447,7 @@ def _wait_until_ready(d: Deployment, running: _Ranks, widths: Sequence[int]) -> 
     return digest, unused
 
 
-def _switch(d: Deployment) -> "Callable[[int | None], None]":
+def _switch(d: Deployment) -> Callable[[int | None], None]:
     """Writes the head's control file, whole or not at all; None removes it."""
     path = ranks.control_file(d.settings)
 
@@ -460,7 +479,7 @@ def _until_deadline(d: Deployment, running: _Ranks) -> Iterator[None]:
         time.sleep(0.5)
 
 
-def _beside(d: Deployment, running: _Ranks, work: "Callable[[], None]") -> None:
+def _beside(d: Deployment, running: _Ranks, work: Callable[[], None]) -> None:
     """`work` in a thread, while the ranks are watched: requests to a dead rank would wait for minutes."""
     failure: list[BaseException] = []
 

@@ -5,6 +5,8 @@ sense it is an error. Names with the plugin's prefix are checked here as far as 
 plugin itself for the rest.
 """
 
+from __future__ import annotations
+
 import difflib
 import os
 import re
@@ -217,7 +219,7 @@ def validate(values: Mapping[str, str]) -> Settings:
     )
 
 
-def _speculation(check: "_Checker", tp_size: int) -> tuple[int, dict[str, str]]:
+def _speculation(check: _Checker, tp_size: int) -> tuple[int, dict[str, str]]:
     """N, and the plugin's environment: empty when neither a width nor block verification is asked for."""
     check.choice("DRAFT_METHOD", "dflash", "dspark")
     draft = check.text("DRAFT_MODEL", blank=True)
@@ -257,7 +259,7 @@ def _verify_tokens(text: str, draft_tokens: int, draft: str) -> str:
     return value
 
 
-def _hosts(check: "_Checker", nodes: int) -> tuple[HostSettings, ...]:
+def _hosts(check: _Checker, nodes: int) -> tuple[HostSettings, ...]:
     name = r"[A-Za-z0-9][A-Za-z0-9_.:%-]*"
     said = "a host name or IP address"
     head_addr = check.form("HEAD_ADDR", name, said) if nodes == 2 else "127.0.0.1"
@@ -276,7 +278,7 @@ def _hosts(check: "_Checker", nodes: int) -> tuple[HostSettings, ...]:
     return tuple(hosts)
 
 
-def _host(check: "_Checker", rank: int, ssh: str, addr: str) -> HostSettings:
+def _host(check: _Checker, rank: int, ssh: str, addr: str) -> HostSettings:
     prefix = "HEAD" if rank == 0 else "WORKER"
     iface = check.form(f"{prefix}_IFACE", r"[A-Za-z0-9_.:-]{0,40}", "a network interface, such as enp1s0f1np1")
     name = f"{prefix}_RDMA"

@@ -30,7 +30,7 @@ class Started:
     ssh_port: str = ""
     ssh_key: str = ""
     ssh_config: str = ""
-    port: int = 8000
+    url: str = "http://127.0.0.1:8000"
     config: str = ""
     plugin: bool = False
     ready: bool = False
@@ -49,6 +49,11 @@ def folder(environ: Mapping[str, str] | None = None) -> Path:
 
 def _file() -> Path:
     return folder() / "started.json"
+
+
+def kept_log(role: str) -> Path:
+    """Where the end of a rank's log is kept when its container is gone."""
+    return folder() / f"{role}.last.log"
 
 
 def save(started: Started) -> None:
@@ -101,7 +106,7 @@ def known_or_assumed(root: Path) -> Started:
         ssh_port=values["SSH_PORT"] if values["SSH_PORT"].isdigit() else "",
         ssh_key=values["SSH_KEY"],
         ssh_config=values["SSH_CONFIG"],
-        port=port,
+        url=f"http://127.0.0.1:{port}",
     )
 
 

@@ -1,5 +1,7 @@
 """check, plan, bench: the plugin's own commands with the launcher's settings, run where they can run."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
@@ -134,7 +136,7 @@ def bench(root: Path, arguments: Sequence[str], *, dry_run: bool) -> int:
     return subprocess.run([python, "-m", "dflash_verify.cli", *words], env=environment, check=False).returncode
 
 
-def _local_python(root: Path) -> "str | None":
+def _local_python(root: Path) -> str | None:
     """A Python here that can run the plugin's commands, the checkout's own environment first."""
     own = Path(os.environ.get("DFLASH_VENV") or root / ".venv") / "bin" / "python"
     for python in (str(own), sys.executable):

@@ -97,8 +97,7 @@ def _stop_all(started: state.Started, host: Host, name: str) -> int:
     if state.read() is None:
         return 0  # stopped by hand
     _say(f"{host.name}: {name} has ended; stopping the other ranks and keeping its last lines.")
-    log = host.run(runtime(started.runtime).logs(name, 200, False), ASK_S).out
-    (state.folder() / f"{host.role}.last.log").write_text(log + "\n", encoding="utf-8", errors="replace")
+    serve.keep_logs(started)
     return serve.stop_started(started, quiet=True)
 
 

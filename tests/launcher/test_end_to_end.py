@@ -84,6 +84,8 @@ def test_a_rank_that_fails_while_loading_stops_the_other_and_shows_its_last_word
     hosts.behave("worker", exit="3")
     expect(hosts.launch(), 1, "worker", "exit code 3", "this model does not fit")
     until(lambda: stopped(hosts))
+    expect(hosts.launch("logs", "worker"), 0, "this model does not fit")
+    expect(hosts.launch("logs"), 0, "starting")  # the other rank's too
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
