@@ -2,7 +2,8 @@
 
     python bench/width/decision_cost.py [--repeats 40] [--estimator class|hazard]
 
-One step = observe + observe_step + decide on a batch of requests that live about 100 steps. Each figure is the median
+One step = observe + observe_step + forget + decide, on a batch whose requests live 128 steps on average: at batch 256
+two end and two arrive in every step. Each figure is the median
 over repeated runs of the mean over a run's steps, in CPU time of the calling thread; the fastest run is printed too,
 since a shared machine only ever adds.
 """
@@ -20,6 +21,7 @@ from dflash_verify.width.cost import CostModel, CostTable
 WIDTHS = (1, 3, 5, 7)
 BATCHES = (1, 4, 32, 256)
 STEPS = 200
+LIFE = 128
 
 
 def table() -> CostTable:
@@ -28,26 +30,28 @@ def table() -> CostTable:
 
 
 def run(batch: int, model: CostModel, estimator: str, rng: np.random.Generator) -> tuple[float, float, float]:
-    """Mean us per step of decide, observe and observe_step."""
+    """Mean us per step of decide, of observe, and of observe_step and forget."""
     controller = WidthController(WIDTHS, 7, model, estimator=estimator)
     ids = [f"request-{i:032x}" for i in range(batch)]
     accepts = (rng.random((STEPS, batch, 1)) < np.array([0.75, 0.58, 0.41, 0.28, 0.16, 0.09, 0.06])).sum(axis=2)
     took = [0, 0, 0]
+    before = ids
+    controller.decide(ids)
     width = 7
     for step in range(STEPS):
-        if step % 100 == 50:  # some requests end, others take their place
-            gone = max(1, batch // 4)
-            controller.forget(ids[:gone])
-            ids = ids[gone:] + [f"request-{step}-{i:030x}" for i in range(gone)]
+        due = (step + 1) * batch // LIFE - step * batch // LIFE
+        gone, ids = ids[:due], [*ids[due:], *(f"request-{step}-{i:030x}" for i in range(due))]
         accepted = np.minimum(accepts[step], width).tolist()
         step_ms = 20.0 + 0.05 * batch * (width + 1) * float(rng.normal(1.0, 0.03))
         t0 = time.thread_time_ns()
-        controller.observe(ids, width, accepted)
+        controller.observe(before, width, accepted)
         t1 = time.thread_time_ns()
         controller.observe_step(batch, width, step_ms)
+        controller.forget(gone)
         t2 = time.thread_time_ns()
         width = controller.decide(ids).width
         t3 = time.thread_time_ns()
+        before = ids
         took[0] += t3 - t2
         took[1] += t1 - t0
         took[2] += t2 - t1
@@ -62,7 +66,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     print(f"estimator {arguments.estimator}, {STEPS} steps a run, {arguments.repeats} runs; us: median (fastest)")
     print(
-        f"{'cost':9s} {'batch':>5s} {'decide':>15s} {'observe':>15s} {'per request':>15s} {'time':>15s} {'step in all':>15s}"
+        f"{'cost':9s} {'batch':>5s} {'decide':>15s} {'observe':>15s} {'per request':>15s} {'time, forget':>15s} {'step in all':>15s}"
     )
     for name in ("measured", "learning"):
         for batch in BATCHES:

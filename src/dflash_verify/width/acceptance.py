@@ -35,9 +35,6 @@ class AcceptanceEstimator(Protocol):
     def admit(self, row: int) -> None:
         """Start a request in `row`, informed by the shared prior."""
 
-    def release(self, row: int) -> None:
-        """The request of `row` has ended; the row may be given to another."""
-
     def survival(self) -> Array:
         """The shared prior's survival curve, [N]: P(first i drafts accepted)."""
 
@@ -93,12 +90,13 @@ class ClassFilter:
     FLAT = 0.1  # share of a switch that ignores what was learned, so that no class ever dies out
     POOL = 0.98  # memory of the shared prior per request-observation
     POOL_MAX = 16  # ... but a large batch counts as this many
-    SHAPE_YOUNG = 3  # observations before a request speaks about shape: its level must be known first
+    SHAPE_YOUNG = 3  # steps before a request speaks about shape: its level must be known first
     SHAPE_INERTIA = 2.0
     SHAPE_MEMORY = 400.0  # cap of the accumulated information: the shape keeps moving
     SHAPE_LIMIT = 5.0
     REBUILD_FIRST = 16
     REBUILD_EVERY = 8
+    LARGE_BATCH = 64  # from here on tokens are written to the rows when observed, not when a decision asks for them
 
     def __init__(self, widths: Sequence[int], draft_width: int) -> None:
         n = draft_width
@@ -122,14 +120,16 @@ class ClassFilter:
         self._trial, self._success = _outcome_masks(n)
         self._updates = 0
         self._posterior = np.tile(self.prior, (MIN_ROWS, 1))
-        self._young: dict[int, int] = {}  # rows that have shown too little to speak about shape -> observations so far
-        self._shape_beliefs: list[Array] = []  # beliefs before, and outcomes of, the steps since the last rebuild
-        self._shape_outcomes: list[IntArray] = []
+        self._born = np.zeros(MIN_ROWS, dtype=np.intp)  # update at which the row's request came
+        # Steps since the last rebuild: rows, update, beliefs before, outcomes.
+        self._shape_steps: list[tuple[IntArray, int, Array, IntArray]] = []
         # The batch of the last step stays gathered while it stays the same array: no copy to and from the rows.
         self._rows = np.zeros(1, dtype=np.intp)
         self._belief = self._posterior[:1].copy()
         self._rebuild()
         self._tokens = self._belief @ self._gain
+        self._row_tokens = np.tile(self._tokens, (MIN_ROWS, 1))
+        self._tokens_written = True
         self._averages: dict[int, Array] = {}
 
     def _rebuild(self) -> None:
@@ -146,30 +146,48 @@ class ClassFilter:
     def admit(self, row: int) -> None:
         have = len(self._posterior)
         if row >= have:
-            self._posterior = np.resize(self._posterior, (max(row + 1, 2 * have), self.classes))
-        if (self._rows == row).any():
-            self._write_back()
+            size = max(row + 1, 2 * have)
+            self._posterior = np.resize(self._posterior, (size, self.classes))
+            self._row_tokens = np.resize(self._row_tokens, (size, self._row_tokens.shape[1]))
+            self._born = np.resize(self._born, size)
+        if (self._rows == row).any():  # the row of a request that has ended: do not write it back
             self._gather(np.zeros(1, dtype=np.intp))
         self._posterior[row] = self.prior
-        self._young[row] = 0
-
-    def release(self, row: int) -> None:
-        self._young.pop(row, None)
+        self._row_tokens[row] = self.prior @ self._gain
+        self._born[row] = self._updates
 
     def _write_back(self) -> None:
         self._posterior[self._rows] = self._belief
         self._posterior[PRIOR_ROW] = self.prior
 
+    def _write_tokens(self) -> None:
+        self._row_tokens[self._rows] = self._tokens
+        self._row_tokens[PRIOR_ROW] = self.prior @ self._gain
+        self._tokens_written = True
+
     def _gather(self, rows: IntArray) -> None:
+        if not self._tokens_written:
+            self._write_tokens()
+        self._write_back()
         self._rows = rows
         self._belief = self._posterior.take(rows, axis=0)
-        self._tokens = self._belief @ self._gain
+        self._tokens = self._row_tokens.take(rows, axis=0)
+
+    def _keep(self, belief: Array) -> None:
+        """The gathered batch's new beliefs, with where a switch may have led each request."""
+        belief += self.SWITCH * (1.0 - self.FLAT) * self.prior + self._switch_flat
+        self._belief = belief
+        self._tokens = belief @ self._gain
+        self._tokens_written = False
+        if len(belief) > self.LARGE_BATCH:
+            self._write_tokens()
 
     def expected(self, rows: IntArray) -> Array:
         if rows is self._rows:
             return self._tokens
-        self._write_back()
-        tokens: Array = self._posterior.take(rows, axis=0) @ self._gain
+        if not self._tokens_written:
+            self._write_tokens()
+        tokens: Array = self._row_tokens.take(rows, axis=0)
         return tokens
 
     def survival(self) -> Array:
@@ -178,11 +196,10 @@ class ClassFilter:
 
     def observe(self, rows: IntArray, accepted: IntArray, drafted: int | IntArray) -> None:
         if rows is not self._rows:
-            self._write_back()
             self._gather(rows)
         belief = self._belief
         outcome = self._outcome(accepted, drafted)
-        self._remember_for_shape(rows, belief, outcome)
+        self._shape_steps.append((rows, self._updates, belief, outcome))
         belief = belief * self._likelihood.take(outcome, axis=0)
         # .98 of what was concluded stays; the rest is what a switch leads to.
         belief *= ((1.0 - self.SWITCH) / belief.sum(axis=1))[:, None]
@@ -198,43 +215,28 @@ class ClassFilter:
         if self._updates <= self.REBUILD_FIRST or self._updates % self.REBUILD_EVERY == 0:
             self._learn_shape()
             self._rebuild()
-        belief += self.SWITCH * (1.0 - self.FLAT) * self.prior + self._switch_flat
-        self._belief = belief
-        self._tokens = belief @ self._gain
+        self._keep(belief)
 
     def pass_step(self, rows: IntArray) -> None:
         if rows is not self._rows:
-            self._write_back()
             self._gather(rows)
-        belief = (1.0 - self.SWITCH) * self._belief
-        belief += self.SWITCH * (1.0 - self.FLAT) * self.prior + self._switch_flat
-        self._belief = belief
-        self._tokens = belief @ self._gain
-
-    def _remember_for_shape(self, rows: IntArray, belief: Array, outcome: IntArray) -> None:
-        """Keep what this step says about shape, from requests whose level is known: not the young, not the ended."""
-        young = self._young
-        if young or not rows.all():
-            listed = rows.tolist()
-            settled = [i for i, row in enumerate(listed) if row != PRIOR_ROW and row not in young]
-            for row in listed:
-                if row in young:
-                    young[row] += 1
-                    if young[row] >= self.SHAPE_YOUNG:
-                        del young[row]
-            if not settled:
-                return
-            belief, outcome = belief[settled], outcome[settled]
-        self._shape_beliefs.append(belief)
-        self._shape_outcomes.append(outcome)
+        self._keep((1.0 - self.SWITCH) * self._belief)
 
     def _learn_shape(self) -> None:
-        if not self._shape_beliefs:
+        """What the steps since the last rebuild say about shape, from requests whose level is known: not the young, not the
+        ended."""
+        kept = self._shape_steps
+        if not kept:
             return
-        survival = np.concatenate(self._shape_beliefs) @ self._survival
-        outcome = np.concatenate(self._shape_outcomes)
-        self._shape_beliefs.clear()
-        self._shape_outcomes.clear()
+        rows = np.concatenate([step[0] for step in kept])
+        age = np.repeat([step[1] for step in kept], [len(step[0]) for step in kept]) - self._born.take(rows)
+        settled = np.flatnonzero((age >= self.SHAPE_YOUNG) & (rows != PRIOR_ROW))
+        belief = np.concatenate([step[2] for step in kept])[settled]
+        outcome = np.concatenate([step[3] for step in kept])[settled]
+        kept.clear()
+        if not len(settled):
+            return
+        survival = belief @ self._survival
         predicted = survival[:, 1:] / survival[:, :-1]
         predicted *= self._trial.take(outcome, axis=0)
         hits = self._success.take(outcome, axis=0).sum(axis=0)
@@ -302,9 +304,6 @@ class PositionHazard:
         self._trials[row] = 0.0
         self._hits[row] = 0.0
         self._tokens[row] = self._tokens[PRIOR_ROW]
-
-    def release(self, row: int) -> None:
-        pass
 
     def expected(self, rows: IntArray) -> Array:
         tokens: Array = self._tokens.take(rows, axis=0)

@@ -104,7 +104,6 @@ class WidthController:
         self._top = PRIOR_ROW
         self._batch_ids: list[str] = []
         self._batch_rows: IntArray = np.empty(0, dtype=np.intp)
-        self._batch_stale = True
         self._ones: dict[int, Array] = {}
         self.steps = dict.fromkeys(self.widths, 0)
         self.probes = 0
@@ -144,28 +143,39 @@ class WidthController:
         """Finished, aborted or preempted: nothing of them is kept but what the shared prior learned."""
         for request_id in request_ids:
             row = self._rows.pop(request_id, None)
-            if row is not None:
-                self._batch_stale = True
-                if row != PRIOR_ROW:
-                    self._free.append(row)
-                    self._acceptance.release(row)
+            if row is None:
+                continue
+            if row != PRIOR_ROW:
+                self._free.append(row)
+            if request_id in self._batch_ids:
+                place = self._batch_ids.index(request_id)
+                del self._batch_ids[place]
+                rows = self._batch_rows
+                self._batch_rows = np.concatenate([rows[:place], rows[place + 1 :]])
 
     def _rows_to_learn(self, ids: list[str]) -> IntArray:
         """Rows of these requests; live ones without one get one, ended ones are read and written at the prior."""
-        if not self._batch_stale and ids == self._batch_ids:
-            rows = self._batch_rows
-            if rows.all():
-                return rows
         known = self._rows
+        if ids == self._batch_ids:
+            rows = self._batch_rows
+            unseen = np.flatnonzero(rows == PRIOR_ROW).tolist()
+            if unseen:
+                rows = rows.copy()  # a new array, since the estimator knows the old one by identity
+                for i in unseen:
+                    rows[i] = known[ids[i]] = self._new_row()
+                self._batch_rows = rows
+            return rows
         found = [known.get(request_id, -1) for request_id in ids]
         if PRIOR_ROW in found:
-            for i, row in enumerate(found):
-                if row == PRIOR_ROW:
-                    found[i] = known[ids[i]] = self._new_row()
-            self._batch_stale = True
+            found = [self._first_row(i) if row == PRIOR_ROW else row for i, row in zip(ids, found, strict=True)]
+            self._batch_rows = np.array([known[request_id] for request_id in self._batch_ids], dtype=np.intp)
         rows = np.array(found, dtype=np.intp)
         np.maximum(rows, PRIOR_ROW, out=rows)
         return rows
+
+    def _first_row(self, request_id: str) -> int:
+        row = self._rows[request_id] = self._new_row()
+        return row
 
     def _new_row(self) -> int:
         if self._free:
@@ -177,16 +187,22 @@ class WidthController:
         return row
 
     def _rows_to_read(self, ids: list[str]) -> IntArray:
-        if not self._batch_stale and ids == self._batch_ids:
+        """Rows of the batch. It is mostly the last one, less what was forgotten, with new requests at its end."""
+        have = len(self._batch_ids)
+        if ids == self._batch_ids:
             return self._batch_rows
         known = self._rows
-        rows = [known.setdefault(request_id, PRIOR_ROW) for request_id in ids]
+        if have and ids[:have] == self._batch_ids:
+            fresh = [known.setdefault(request_id, PRIOR_ROW) for request_id in ids[have:]]
+            self._batch_rows = np.concatenate([self._batch_rows, np.array(fresh, dtype=np.intp)])
+            self._batch_ids.extend(ids[have:])
+        else:
+            rows = [known.setdefault(request_id, PRIOR_ROW) for request_id in ids]
+            self._batch_rows = np.array(rows, dtype=np.intp)
+            self._batch_ids = ids.copy()
         if len(known) > max(self.KEEP_REQUESTS, 4 * len(ids)):
             running = set(ids)
             self.forget([request_id for request_id in known if request_id not in running])
-        self._batch_ids = ids.copy()
-        self._batch_rows = np.array(rows, dtype=np.intp)
-        self._batch_stale = False
         return self._batch_rows
 
     # -- what runs next ----------------------------------------------------------------------------------------------

@@ -108,7 +108,6 @@ def test_a_reused_row_remembers_nothing_of_the_request_before(estimator):
     rows = array([1, 2])
     for _ in range(50):
         estimator.observe(rows, array([0, 7]), N)
-    estimator.release(1)
     estimator.admit(1)
     assert estimator.expected(array([1]))[0] == pytest.approx(estimator.expected(array([PRIOR_ROW]))[0])
     assert estimator.expected(array([2]))[0, 3] > 6.0

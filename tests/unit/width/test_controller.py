@@ -317,16 +317,15 @@ def test_state_stays_bounded_over_a_million_steps_and_a_hundred_thousand_request
             sizes.add(
                 (
                     len(acceptance._posterior) <= 4 * controller.KEEP_REQUESTS,
-                    len(acceptance._young) <= controller.KEEP_REQUESTS + 20,
                     len(controller._rows) <= controller.KEEP_REQUESTS + 20,
                     len(cost._mean) <= 16 * len(WIDTHS),
                     len(cost._cache) <= 16,
                     len(acceptance._averages) + len(controller._ones) <= 64,
-                    len(acceptance._shape_beliefs) <= acceptance.REBUILD_EVERY,
+                    len(acceptance._shape_steps) <= acceptance.REBUILD_EVERY,
                 )
             )
     assert born >= 100_000
-    assert sizes == {(True,) * 7}
+    assert sizes == {(True,) * 6}
 
 
 # -- recovery ----------------------------------------------------------------------------------------------------------
