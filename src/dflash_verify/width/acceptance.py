@@ -114,6 +114,7 @@ class ClassFilter:
         self._flat[geometric:] = self.ALL_OR_NOTHING_MASS / len(self.ALL_OR_NOTHING)
         self._switch_flat = self.SWITCH * self.FLAT * self._flat
         self.prior = self._flat.copy()
+        self._all_classes = np.ones(classes)
         self.shape = np.zeros(n)  # delta, added to the logits; position 1 stays 0: it defines the level
         self._information = np.zeros(n)
         self._outcome = _Outcomes(n)
@@ -202,7 +203,7 @@ class ClassFilter:
         self._shape_steps.append((rows, self._updates, belief, outcome))
         belief = belief * self._likelihood.take(outcome, axis=0)
         # .98 of what was concluded stays; the rest is what a switch leads to.
-        belief *= ((1.0 - self.SWITCH) / belief.sum(axis=1))[:, None]
+        belief *= ((1.0 - self.SWITCH) / (belief @ self._all_classes))[:, None]
         count = len(rows)
         average = self._averages.get(count)
         if average is None:

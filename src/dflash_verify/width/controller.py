@@ -104,6 +104,7 @@ class WidthController:
         self._top = PRIOR_ROW
         self._batch_ids: list[str] = []
         self._batch_rows: IntArray = np.empty(0, dtype=np.intp)
+        self._batch_has_new = False  # requests that were not observed yet
         self._ones: dict[int, Array] = {}
         self.steps = dict.fromkeys(self.widths, 0)
         self.probes = 0
@@ -157,18 +158,19 @@ class WidthController:
         """Rows of these requests; live ones without one get one, ended ones are read and written at the prior."""
         known = self._rows
         if ids == self._batch_ids:
-            rows = self._batch_rows
-            unseen = np.flatnonzero(rows == PRIOR_ROW).tolist()
-            if unseen:
-                rows = rows.copy()  # a new array, since the estimator knows the old one by identity
-                for i in unseen:
+            if self._batch_has_new:
+                rows = self._batch_rows.copy()  # a new array, since the estimator knows the old one by identity
+                for i in np.flatnonzero(rows == PRIOR_ROW).tolist():
                     rows[i] = known[ids[i]] = self._new_row()
                 self._batch_rows = rows
-            return rows
+                self._batch_has_new = False
+            return self._batch_rows
         found = [known.get(request_id, -1) for request_id in ids]
         if PRIOR_ROW in found:
             found = [self._first_row(i) if row == PRIOR_ROW else row for i, row in zip(ids, found, strict=True)]
-            self._batch_rows = np.array([known[request_id] for request_id in self._batch_ids], dtype=np.intp)
+            current = [known[request_id] for request_id in self._batch_ids]
+            self._batch_rows = np.array(current, dtype=np.intp)
+            self._batch_has_new = PRIOR_ROW in current
         rows = np.array(found, dtype=np.intp)
         np.maximum(rows, PRIOR_ROW, out=rows)
         return rows
@@ -196,10 +198,12 @@ class WidthController:
             fresh = [known.setdefault(request_id, PRIOR_ROW) for request_id in ids[have:]]
             self._batch_rows = np.concatenate([self._batch_rows, np.array(fresh, dtype=np.intp)])
             self._batch_ids.extend(ids[have:])
+            self._batch_has_new = self._batch_has_new or PRIOR_ROW in fresh
         else:
             rows = [known.setdefault(request_id, PRIOR_ROW) for request_id in ids]
             self._batch_rows = np.array(rows, dtype=np.intp)
             self._batch_ids = ids.copy()
+            self._batch_has_new = PRIOR_ROW in rows
         if len(known) > max(self.KEEP_REQUESTS, 4 * len(ids)):
             running = set(ids)
             self.forget([request_id for request_id in known if request_id not in running])

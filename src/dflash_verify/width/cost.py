@@ -434,6 +434,8 @@ class CostModel:
         if self.trusted and self._contradicted(j, x - self._guess(batch)[j]):
             self._lose_trust()
         self._learn(batch, j, x)
+        if not self._cache:
+            self.row(batch)  # here rather than in the next decision, which has a budget
 
     def _contradicted(self, j: int, residual: float) -> bool:
         """Whether served steps say that the trusted table is wrong about how two widths compare.
