@@ -96,7 +96,9 @@ class _Slot:
             )
         wrapped = function
         for wrap, context in self.layers:
-            wrapped = functools.update_wrapper(wrap(wrapped, context), wrapped)
+            outer = wrap(wrapped, context)
+            assert outer is not wrapped, f"overlay {context.overlay} returned {self.name} itself"
+            wrapped = functools.update_wrapper(outer, wrapped)
         setattr(wrapped, MARKER, Marker(tuple(c.overlay for _, c in self.layers), self.name, raw))
         self.original = raw
         self.replacement = type(raw)(wrapped) if isinstance(raw, (staticmethod, classmethod)) else wrapped
