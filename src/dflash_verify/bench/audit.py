@@ -144,6 +144,14 @@ def _servers(manifest: dict[str, Any], records: list[dict[str, Any]]) -> list[st
     facts = {json.dumps(v["server"], sort_keys=True) for v in visits}
     if len(facts) > 1:
         findings.append(f"The arms ran on different servers: {' and '.join(sorted(facts))}.")
+    infos: dict[str, set[str]] = defaultdict(set)
+    for visit in visits:
+        infos[visit["arm"]].add(json.dumps(visit["info"], sort_keys=True))
+    findings += [
+        f"Arm {arm} was measured on servers with different plugin settings: {' and '.join(sorted(found))}."
+        for arm, found in infos.items()
+        if len(found) > 1
+    ]
     arms = {arm["name"]: arm for arm in manifest["arms"]}
     identity: float | None = None
     live_identity: float | None = None

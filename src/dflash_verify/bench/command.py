@@ -362,7 +362,9 @@ def _print(out: Path, *, as_json: bool) -> None:
 @click.option("--ordinary", default="structured", show_default=True, help="Workload of the ordinary stream.")
 @click.option("--guided", default="object", show_default=True, help="Workload with a schema for the guided requests.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Length of the ordinary stream; default: the preset's.")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
+@click.option(
+    "--repeats", type=click.IntRange(1), default=6, show_default=True, help="Six are the fewest for a verdict."
+)
 @click.option(
     "--lead-tokens",
     type=click.IntRange(1),

@@ -8,7 +8,6 @@ after; a probe whose overlap is too short fails, it does not report.
 
 import asyncio
 import bisect
-import statistics
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from dflash_verify.bench.endpoint import Endpoint, Snapshot, Stream, by_width
 from dflash_verify.bench.errors import BenchError
+from dflash_verify.bench.stats import Effect, effect
 from dflash_verify.bench.summary import json_problem
 from dflash_verify.bench.workloads import Workload, stream_seed
 
@@ -29,7 +29,7 @@ class MixedOptions:
     The probe passes when every guided repeat overlaps for at least min_overlap_s or min_overlap_steps.
     """
 
-    repeats: int = 3
+    repeats: int = 6
     lead_tokens: int = 16
     min_overlap_s: float = 5.0
     min_overlap_steps: int = 50
@@ -57,16 +57,21 @@ class PhaseFigures:
     json_valid: int
     json_invalid: tuple[str, ...]
     cut_off: int
+    ordinary_end: str
     ordinary_sha256: str
 
 
 @dataclass(frozen=True, slots=True)
 class MixedResult:
-    """All repeats, the verdict, and why it fails (empty: passed)."""
+    """All repeats, the verdict, and why it fails (empty: passed).
+
+    companion: the ordinary stream's rate beside an ordinary companion / alone; grammar: beside a guided companion /
+    beside an ordinary one. Pairs are repeats.
+    """
 
     phases: tuple[PhaseFigures, ...]
-    cost_of_companion: float | None
-    cost_of_grammar: float | None
+    companion: Effect | None
+    grammar: Effect | None
     mean_width_ordinary: float | None
     mean_width_guided: float | None
     problems: tuple[str, ...]
@@ -83,7 +88,8 @@ async def probe(endpoint: Endpoint, ordinary: Workload, guided: Workload, option
     phases: list[PhaseFigures] = []
     records: list[dict[str, Any]] = []
     # Compile both kinds of request before anything is timed.
-    await _phase(endpoint, ordinary, guided, options, "guided companion", repeat=-1)
+    short = ordinary.model_copy(update={"max_tokens": min(ordinary.max_tokens, 4 * options.lead_tokens)})
+    await _phase(endpoint, short, guided, options, "guided companion", repeat=-1)
     for repeat in range(options.repeats):
         for phase in PHASES[::-1] if repeat % 2 else PHASES:
             main, companions, samples = await _phase(endpoint, ordinary, guided, options, phase, repeat)
@@ -206,6 +212,7 @@ def _figures(
         json_valid=len(checked) - len(broken),
         json_invalid=tuple(broken),
         cut_off=sum(phase == "guided companion" and c.finish_reason != "stop" for c in companions),
+        ordinary_end=f"{main.completion_tokens} tokens ({main.finish_reason})",
         ordinary_sha256=main.text_sha256,
     )
 
@@ -219,7 +226,8 @@ def _judge(phases: list[PhaseFigures], records: list[dict[str, Any]], options: M
         if p.overlap_s < options.min_overlap_s and p.overlap_steps < options.min_overlap_steps:
             problems.append(
                 f"{p.phase}, repeat {p.repeat}: together for {p.overlap_s:.1f} s and {p.overlap_steps} steps, needed "
-                f"{options.min_overlap_s:g} s or {options.min_overlap_steps} steps; raise --max-tokens."
+                f"{options.min_overlap_s:g} s or {options.min_overlap_steps} steps. The ordinary stream ended after "
+                f"{p.ordinary_end}; raise --max-tokens or ask for a text that does not end (--ordinary)."
             )
     for p in guided:
         if p.json_invalid:
@@ -229,9 +237,14 @@ def _judge(phases: list[PhaseFigures], records: list[dict[str, Any]], options: M
                 f"repeat {p.repeat}: no guided answer was complete and valid ({p.cut_off} cut off at the token limit)."
             )
 
-    def rate(phase: str) -> float | None:
-        rates = [p.ordinary_tok_s for p in phases if p.phase == phase and p.ordinary_tok_s]
-        return statistics.median(rates) if rates else None
+    def cost(phase: str, base: str) -> Effect | None:
+        rates = {(p.phase, p.repeat): p.ordinary_tok_s for p in phases if p.ordinary_tok_s}
+        pairs = [
+            (rates[phase, repeat], rates[base, repeat])
+            for repeat in range(options.repeats)
+            if (phase, repeat) in rates and (base, repeat) in rates
+        ]
+        return effect(pairs, [])
 
     def width(phase: str) -> float | None:
         steps: dict[int, float] = {}
@@ -241,11 +254,11 @@ def _judge(phases: list[PhaseFigures], records: list[dict[str, Any]], options: M
                     steps[w] = steps.get(w, 0) + n
         return sum(w * n for w, n in steps.items()) / sum(steps.values()) if steps else None
 
-    alone, companion, with_guided = (rate(phase) for phase in PHASES)
+    alone, companion, with_guided = PHASES
     return MixedResult(
         phases=tuple(phases),
-        cost_of_companion=companion / alone - 1 if alone and companion else None,
-        cost_of_grammar=with_guided / companion - 1 if companion and with_guided else None,
+        companion=cost(companion, alone),
+        grammar=cost(with_guided, companion),
         mean_width_ordinary=width("ordinary companion"),
         mean_width_guided=width("guided companion"),
         problems=tuple(problems),

@@ -230,11 +230,12 @@ def mixed_verdict(mixed: dict[str, Any]) -> str:
     together = f"{min(p['overlap_s'] for p in guided):.1f} s and {min(p['overlap_steps'] for p in guided)} steps"
     said = f"Guided and ordinary requests decoded together for at least {together} in each of {len(guided)} repeats"
     said += f"; all {sum(p['json_valid'] for p in guided)} complete guided answers are valid."
-    if mixed["cost_of_companion"] is not None and mixed["cost_of_grammar"] is not None:
-        said += (
-            f" A companion changes the ordinary stream's rate by {mixed['cost_of_companion'] * 100:+.1f} %, and its "
-            f"grammar by {mixed['cost_of_grammar'] * 100:+.1f} % more."
-        )
+    for name, what in (("companion", "A companion"), ("grammar", "Its grammar")):
+        cost = mixed[name]
+        if cost is not None:
+            ratio = cost["ratio"]
+            interval = f"{percent(ratio['median'])} [{percent(ratio['low'])}, {percent(ratio['high'])}]"
+            said += f" {what} changes the ordinary stream's rate by {interval}: {cost['verdict']}."
     if mixed["mean_width_ordinary"] is not None and mixed["mean_width_guided"] is not None:
         said += (
             f" Mean width {mixed['mean_width_ordinary']:.2f} beside an ordinary companion, "
