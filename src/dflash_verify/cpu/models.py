@@ -22,15 +22,20 @@ VOCAB_SIZE = 264
 HIDDEN_SIZE = 64
 MAX_POSITIONS = 1024
 RANK = 64
-LETTERS = b"etaoinshrdlucm w"  # the cycle: each is followed by the one before it in this list
+LETTERS = b"etaoinshrdlucmgw"  # the cycle: each is followed by the one before it in this list
 UNKNOWN_TO_DRAFTERS = b"id"  # the drafters believe that these repeat
+
+# Constant logits, in nats. A grammar lets a model write white space for ever, and one tool call after the other; a trained
+# model would not.
+WHITE_SPACE_LOGIT = -6.0
+EOS_LOGIT = 0.2
 
 # How far attention and MLP disturb the rule, and how strong the rule is. Chosen together so that the target's greedy text
 # breaks the rule about once in eight tokens, depending on the context, and that its most likely token has a probability
 # of about 0.65 at temperature 1: neither a point, on which any verification is right, nor flat.
-TARGET_DISTURBANCE = 1.5
+TARGET_DISTURBANCE = 1.1
 DRAFTER_DISTURBANCE = 0.05
-LETTER_LOGIT_SCALE = 2.0
+LETTER_LOGIT_SCALE = 2.4
 
 CHAT_TEMPLATE = (
     "{% if tools %}tools: {{ tools | map(attribute='function') | map(attribute='name') | join(', ') }}\n{% endif %}"
@@ -206,6 +211,7 @@ def _weights() -> dict[str, dict[str, torch.Tensor]]:
 
     embedding = random.matrix(VOCAB_SIZE, HIDDEN_SIZE)
     embedding /= embedding.pow(2).mean(-1, keepdim=True).sqrt()  # RMS 1: what the final norm leaves of it
+    embedding[:, 0] = 2.0  # the same for all tokens, so that the head can have constants
     # Head row of a letter: the embeddings it follows (the other letter most, everything else weakly), so that its logit
     # is high after them, and the mask token's, so that a drafter's mask slots rank the letters first.
     weight = torch.full((VOCAB_SIZE, 1), 0.1)
@@ -214,12 +220,18 @@ def _weights() -> dict[str, dict[str, torch.Tensor]]:
     head /= head.norm(dim=-1, keepdim=True).clamp_min(1e-6)
     mask = embedding[MASK_ID]
     head[letters] = LETTER_LOGIT_SCALE * head[letters] + 2.0 * mask / HIDDEN_SIZE**0.5
+    head[:, 0] = 0.0
+    head[torch.tensor(list(b"\t\n\v\f\r ")), 0] = WHITE_SPACE_LOGIT
+    head[EOS_ID, 0] = EOS_LOGIT
     target = {
         "model.embed_tokens.weight": embedding,
         "lm_head.weight": head,
         "model.norm.weight": torch.ones(HIDDEN_SIZE),
         **random.decoder_layers("model.", 4, TARGET_DISTURBANCE),
     }
+    for name, tensor in target.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor[0] = 0.0  # nothing disturbs the constant
 
     # A pair of low-rank tables in which predecessor[a] . successor[b] is large where the drafter believes b follows a.
     predecessor = random.matrix(VOCAB_SIZE, RANK)
