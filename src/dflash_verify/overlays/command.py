@@ -99,6 +99,8 @@ def fingerprint(wheel: Path, release: str | None, manifests: Path | None, as_jso
     has to be read against the new source.
     """
     directory = manifests or manifest_dir()
+    if manifests is None and directory.name != "overlays":
+        raise click.UsageError("dflash-verify is not run from a checkout: name its overlays/ with --manifests")
     try:
         source = WheelSource.open(wheel)
         release = release or source.version

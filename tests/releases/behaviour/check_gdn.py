@@ -192,7 +192,8 @@ GENERATED = settings(
     max_examples=60,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    # Builders are made once for all examples, and a busy machine draws slowly.
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
