@@ -8,6 +8,7 @@ from typing import Any
 from dflash_verify.bench.bracket import Arm
 from dflash_verify.bench.endpoint import snapshot_from_json
 from dflash_verify.bench.errors import BenchError
+from dflash_verify.bench.mixed import recompute
 from dflash_verify.bench.records import Cell, broken_links, read_manifest, read_records
 from dflash_verify.bench.runner import cells_of
 from dflash_verify.bench.summary import counted_runs, mean_width, summarise, workloads_of
@@ -22,7 +23,7 @@ def audit(directory: Path) -> list[str]:
 
     Checked: the aggregates of summary.json, that no line was changed, removed or added, coverage of the plan, seeds,
     prompts and request bodies, text hashes, token counts against the server's counters, that no server was restarted
-    during an arm, that static arms had the width they claim, and that arms differ only in the named setting.
+    during an arm, that static arms had the width they claim, that arms differ only in the named setting, and a mixed probe beside it.
     """
     try:
         manifest, records = read_manifest(directory), read_records(directory)
@@ -35,6 +36,9 @@ def audit(directory: Path) -> list[str]:
     findings += _requests(manifest, records)
     findings += _servers(manifest, records)
     findings += _arms(manifest)
+    probe = directory / "mixed.json"
+    if probe.exists():
+        findings += recompute(json.loads(probe.read_text()))
     return findings
 
 

@@ -8,6 +8,7 @@ after; a probe whose overlap is too short fails, it does not report.
 
 import asyncio
 import bisect
+import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from dflash_verify.bench.endpoint import Endpoint, Snapshot, Stream, by_width
 from dflash_verify.bench.errors import BenchError
 from dflash_verify.bench.stats import Effect, effect
 from dflash_verify.bench.summary import json_problem
-from dflash_verify.bench.workloads import Workload, stream_seed
+from dflash_verify.bench.workloads import Workload, stream_seed, text_sha256
 
 PHASES = ("alone", "ordinary companion", "guided companion")
 
@@ -76,6 +77,7 @@ class MixedResult:
     mean_width_guided: float | None
     problems: tuple[str, ...]
     records: tuple[dict[str, Any], ...]
+    guided: dict[str, Any]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,7 +104,7 @@ async def probe(endpoint: Endpoint, ordinary: Workload, guided: Workload, option
                     "companions": [asdict(c) for c in companions],
                 }
             )
-    return _judge(phases, records, options)
+    return _judge(phases, records, options, guided)
 
 
 async def _phase(
@@ -217,7 +219,9 @@ def _figures(
     )
 
 
-def _judge(phases: list[PhaseFigures], records: list[dict[str, Any]], options: MixedOptions) -> MixedResult:
+def _judge(
+    phases: list[PhaseFigures], records: list[dict[str, Any]], options: MixedOptions, guided_workload: Workload
+) -> MixedResult:
     problems = []
     guided = [p for p in phases if p.phase == "guided companion"]
     for p in phases:
@@ -263,4 +267,27 @@ def _judge(phases: list[PhaseFigures], records: list[dict[str, Any]], options: M
         mean_width_guided=width("guided companion"),
         problems=tuple(problems),
         records=tuple(records),
+        guided=guided_workload.model_dump(by_alias=True),
     )
+
+
+def recompute(mixed: dict[str, Any]) -> list[str]:
+    """What in a mixed.json does not follow from its raw streams; empty when all does.
+
+    Widths are counted by the server while it runs and cannot be recomputed.
+    """
+    guided = Workload.model_validate(mixed["guided"])
+    findings = []
+    for told, record in zip(mixed["phases"], mixed["records"], strict=True):
+        main = Stream(**record["ordinary"])
+        companions = [Stream(**c) for c in record["companions"]]
+        where = f"mixed.json: {record['phase']}, repeat {record['repeat'] + 1}"
+        if any(s.text_sha256 != text_sha256(s.text) for s in (main, *companions)):
+            findings.append(f"{where}: a text does not have the hash it was recorded with.")
+        found = asdict(_figures(record["phase"], record["repeat"], main, companions, [], guided))
+        findings += [
+            f"{where}: {key} is {told[key]}, the records give {value}."
+            for key, value in json.loads(json.dumps(found)).items()
+            if key != "widths" and told[key] != value
+        ]
+    return findings

@@ -154,8 +154,9 @@ def _rows(summary: Summary, labels: dict[str, str]) -> list[dict[str, Any]]:
             "capped": f"{r.length_hits} of {r.requests}",
             "json": "–" if r.json_valid is None else f"{r.json_valid} of {r.requests}",
             "runs": r.runs,
-            "positions": "  ".join(
-                f"{a:.0f}/{'?' if v is None else f'{v:.0f}'}" for a, v in zip(r.accepted, tried, strict=True)
+            "positions": " · ".join(
+                "–" if v == 0 else f"{a:.0f}/{'?' if v is None else f'{v:.0f}'}"
+                for a, v in zip(r.accepted, tried, strict=True)
             ),
             "hashes": sorted(counts.items(), key=lambda item: (-item[1], item[0])),
         }
@@ -167,7 +168,10 @@ def _conditions(
     manifest: dict[str, Any], records: list[dict[str, Any]], summary: Summary, facts: dict[str, Any]
 ) -> list[tuple[str, str]]:
     infos = {json.dumps(r["info"], sort_keys=True) for r in records if r["kind"] == "visit" and r["info"]}
-    plugin = "; ".join(f"mode {i['mode']}, overlays {i['overlays'] or 'none'}" for i in map(json.loads, sorted(infos)))
+    plugin = "; ".join(
+        f"mode {i['mode']}, overlays {i['overlays'].replace(',', ', ') or 'none'}"
+        for i in map(json.loads, sorted(infos))
+    )
     options = manifest["options"]
     prefix_hits = sum(row.prefix_hits for row in summary.rows)
     sources = sorted({row.width_source for row in summary.rows})
@@ -192,7 +196,7 @@ def _conditions(
             if options["keep_prefix_cache"]
             else f"excluded by a salt of its own for every request; {prefix_hits:.0f} tokens hit",
         ),
-        ("server restarts during runs", "0"),
+        ("server restarts", "0 during the runs that count; one that was interrupted does not"),
         (
             "GPU",
             f"at most {gpu['max_celsius']} C, SM clock {gpu['min_sm_mhz']} to {gpu['max_sm_mhz']} MHz, "

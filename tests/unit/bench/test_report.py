@@ -44,7 +44,7 @@ def test_the_page_has_both_colour_schemes_and_a_phone_width(run):
 def test_the_page_says_what_was_not_known(run):
     page = (run / "report.html").read_text()
     assert "temperature and clocks were not readable" in page or "SM clock" in page
-    assert "server restarts during runs" in page
+    assert "server restarts" in page
     assert "excluded by a salt" in page
     assert "dflash-verify report --audit" in page
 
@@ -54,6 +54,19 @@ def test_the_probe_is_on_the_page_of_its_directory(run):
     verdict = "decoded together for at least"
     assert verdict in page
     assert "valid JSON" in page
+
+
+def test_the_audit_recomputes_the_probe_as_well(run, cli, tmp_path):
+    import shutil
+
+    assert cli("report", "--audit", run).exit_code == 0
+    copied = shutil.copytree(run, tmp_path / "run")
+    mixed = json.loads((copied / "mixed.json").read_text())
+    mixed["phases"][-1]["overlap_steps"] += 1
+    (copied / "mixed.json").write_text(json.dumps(mixed))
+    result = cli("report", "--audit", copied)
+    assert result.exit_code == 1
+    assert "overlap_steps is" in result.output
 
 
 def test_every_row_of_the_summary_is_in_the_table(run):
