@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 
 import pytest
@@ -174,6 +175,34 @@ def test_a_full_disk_on_the_worker_is_said_and_stops_the_head(hosts: Hosts) -> N
     hosts.behave("worker", run_fails="write /var/lib/docker/tmp: no space left on device.")
     expect(hosts.launch(), 1, "worker", "no space left", "free some disk space")
     until(lambda: stopped(hosts))
+
+
+def test_a_disk_too_full_for_the_plugin_is_said_and_nothing_half_copied_is_left(hosts: Hosts) -> None:
+    cache = hosts.folder("worker") / "home" / ".cache"
+    cache.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(cache)], check=False)
+    if mounted.returncode:
+        pytest.skip("this user may not mount a small file system")
+    hosts.stop_sshd()  # a new one sees the mount in its own namespace
+    try:
+        hosts.start_sshd()
+        expect(hosts.launch(), 1, "worker", "copying the plugin failed", "No space left", "free some disk space")
+        assert not list(cache.glob("dflash-verify/plugin-*"))
+        hosts.stop_sshd()
+    finally:
+        subprocess.run(["umount", str(cache)], check=True)
+    assert not hosts.runs("head") + hosts.runs("worker")
+
+
+def test_a_cable_that_is_out_for_a_moment_stops_nothing(hosts: Hosts) -> None:
+    assert hosts.launch()[0] == 0
+    log = hosts.tmp / "state" / "vllm-launcher" / "watch.log"
+    hosts.stop_sshd()
+    until(lambda: "out of reach" in log.read_text(), 40)
+    assert len(hosts.containers()) == 2
+    hosts.start_sshd()
+    os.kill(hosts.server_pid("worker"), signal.SIGKILL)
+    until(lambda: stopped(hosts), 60)  # and the watch is still there to see a real end
 
 
 def test_too_little_disk_for_a_model_is_refused_before_anything_starts(hosts: Hosts) -> None:
