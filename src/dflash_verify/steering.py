@@ -209,7 +209,7 @@ class Steering:
     def reason(self) -> str:
         """The controller's last sentence, or what else decides."""
         if self.controller is not None and self._choice() == "auto":
-            return str(self.controller.snapshot()["reason"])
+            return self.controller.reason
         return f"{self.published}: {'set' if self.policy_active else 'control file'}"
 
     def _write_trace(self, step: Step) -> None:

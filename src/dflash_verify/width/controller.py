@@ -338,12 +338,17 @@ class WidthController:
             self._explore_ms -= max(0.0, 1.0 - goodput[choice] / goodput[best]) * ms[choice]
         return choice
 
+    @property
+    def reason(self) -> str:
+        """Why the last decision was taken, in words."""
+        return self._decision.reason if self._decision is not None else f"{self.draft_width}: no step yet"
+
     def snapshot(self) -> dict[str, Any]:
         """For the live view and metrics: the last decision, what is believed, how often each width was decided."""
         decision = self._decision
         return {
             "width": decision.width if decision else self.widths[self._widest],
-            "reason": decision.reason if decision else f"{self.draft_width}: no step yet",
+            "reason": self.reason,
             "expected_tokens": decision.expected_tokens if decision else None,
             "step_ms": decision.step_ms if decision else None,
             "decisions": dict(self.steps),
