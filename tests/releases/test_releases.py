@@ -156,7 +156,8 @@ def test_check_of_an_edited_wheel_prints_the_drift_and_exits_1(edited_wheel):
     assert drift["function"] == "GDNAttentionMetadataBuilder.build"
     assert drift["expected"] == SourceReader(InstalledSource.find()).fingerprint(drift["file"], drift["function"])
     assert drift["found"] not in (None, drift["expected"])
-    table = CliRunner().invoke(check, ["--wheel", str(edited_wheel)])
+    renamed = shutil.copy(edited_wheel, edited_wheel.with_name("edited.whl"))
+    table = CliRunner().invoke(check, ["--wheel", str(renamed)])
     assert table.exit_code == 1
     assert "drifted" in table.output
     assert "nearest release: 0.33.0" in table.output

@@ -7,6 +7,7 @@ same source has the same fingerprint on Python 3.11 to 3.13.
 import ast
 import hashlib
 import importlib.util
+import re
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,11 +82,14 @@ class WheelSource:
 
     @classmethod
     def open(cls, path: Path) -> "WheelSource":
-        """Raises SourceError if `path` is no vLLM wheel."""
-        distribution, _, rest = path.name.partition("-")
-        if distribution != "vllm" or path.suffix != ".whl" or not zipfile.is_zipfile(path):
-            raise SourceError(f"{path} is not a vLLM wheel (vllm-VERSION-*.whl)")
-        return cls(path, rest.split("-")[0])
+        """Whatever the file is called. Raises SourceError if it is no vLLM wheel."""
+        names = zipfile.ZipFile(path).namelist() if zipfile.is_zipfile(path) else []
+        if not any(name.startswith("vllm/") for name in names):
+            raise SourceError(f"{path} is not a vLLM wheel: it is no zip archive with a folder vllm/")
+        described = (re.match(r"vllm-([^/]+)\.dist-info/", name) for name in names)
+        version = next((match[1] for match in described if match), None)
+        named = re.match(r"vllm-([^-]+)-.*\.whl$", path.name)
+        return cls(path, version or (named[1] if named else "unknown version"))
 
     def read(self, file: str) -> str | None:
         with zipfile.ZipFile(self.path) as wheel:
