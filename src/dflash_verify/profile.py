@@ -39,10 +39,18 @@ def cost_key(vllm_config: Any) -> CostKey:
 
 
 def _config_digest(model_config: Any) -> str:
-    """12 hex digits over a model's architecture and quantisation; weights and paths do not matter."""
-    raw = dict(model_config.hf_config.to_dict())
-    for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
+    """12 hex digits over the checkpoint's own config.json, overrides and quantisation; weights and paths do not matter.
+
+    Not over the configuration object: vLLM writes into it while it loads, so a front end and the engine it starts would
+    disagree.
+    """
+    from transformers import PretrainedConfig
+
+    raw, _ = PretrainedConfig.get_config_dict(model_config.model, revision=model_config.revision)
+    for name in ("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype"):
         raw.pop(name, None)
+    overrides = model_config.hf_overrides
+    raw["overrides"] = overrides if isinstance(overrides, dict) else None
     raw["quantization"] = model_config.quantization
     return hashlib.sha256(json.dumps(raw, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
