@@ -21,6 +21,7 @@ from dflash_verify.width.cost import CostModel, CostTable
 WIDTHS = (1, 3, 5, 7)
 BATCHES = (1, 4, 32, 256)
 STEPS = 200
+BEFORE = 300  # steps until what is measured is the steady state
 LIFE = 128
 
 
@@ -33,12 +34,16 @@ def run(batch: int, model: CostModel, estimator: str, rng: np.random.Generator) 
     """Mean us per step of decide, of observe, and of observe_step and forget."""
     controller = WidthController(WIDTHS, 7, model, estimator=estimator)
     ids = [f"request-{i:032x}" for i in range(batch)]
-    accepts = (rng.random((STEPS, batch, 1)) < np.array([0.75, 0.58, 0.41, 0.28, 0.16, 0.09, 0.06])).sum(axis=2)
+    accepts = (rng.random((BEFORE + STEPS, batch, 1)) < np.array([0.75, 0.58, 0.41, 0.28, 0.16, 0.09, 0.06])).sum(
+        axis=2
+    )
     took = [0, 0, 0]
     before = ids
     controller.decide(ids)
     width = 7
-    for step in range(STEPS):
+    for step in range(BEFORE + STEPS):
+        if step == BEFORE:
+            took = [0, 0, 0]
         due = (step + 1) * batch // LIFE - step * batch // LIFE
         gone, ids = ids[:due], [*ids[due:], *(f"request-{step}-{i:030x}" for i in range(due))]
         accepted = np.minimum(accepts[step], width).tolist()

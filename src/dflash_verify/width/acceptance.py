@@ -94,8 +94,10 @@ class ClassFilter:
     SHAPE_INERTIA = 2.0
     SHAPE_MEMORY = 400.0  # cap of the accumulated information: the shape keeps moving
     SHAPE_LIMIT = 5.0
-    REBUILD_FIRST = 16
-    REBUILD_EVERY = 8
+    REBUILD_FIRST = 16  # the shape is learned and the tables follow it at each of the first updates,
+    REBUILD_EARLY = 8  # then every 8th,
+    REBUILD_LATE = 16  # and once the shape has settled every 16th
+    SETTLED = 256
     LARGE_BATCH = 64  # from here on tokens are written to the rows when observed, not when a decision asks for them
 
     def __init__(self, widths: Sequence[int], draft_width: int) -> None:
@@ -213,7 +215,8 @@ class ClassFilter:
         step = 1.0 - self.POOL ** min(count, self.POOL_MAX)
         self.prior += step * (average @ belief - self.prior)
         self._updates += 1
-        if self._updates <= self.REBUILD_FIRST or self._updates % self.REBUILD_EVERY == 0:
+        every = self.REBUILD_EARLY if self._updates <= self.SETTLED else self.REBUILD_LATE
+        if self._updates <= self.REBUILD_FIRST or self._updates % every == 0:
             self._learn_shape()
             self._rebuild()
         self._keep(belief)
@@ -240,10 +243,9 @@ class ClassFilter:
         survival = belief @ self._survival
         predicted = survival[:, 1:] / survival[:, :-1]
         predicted *= self._trial.take(outcome, axis=0)
-        hits = self._success.take(outcome, axis=0).sum(axis=0)
+        hits = np.bincount(outcome, minlength=len(self._success)) @ self._success
         total = predicted.sum(axis=0)
-        predicted *= predicted
-        self._information += total - predicted.sum(axis=0)
+        self._information += total - np.einsum("ij,ij->j", predicted, predicted)
         np.minimum(self._information, self.SHAPE_MEMORY, out=self._information)
         self.shape += (hits - total) / (self._information + self.SHAPE_INERTIA)
         np.clip(self.shape, -self.SHAPE_LIMIT, self.SHAPE_LIMIT, out=self.shape)

@@ -321,7 +321,7 @@ def test_state_stays_bounded_over_a_million_steps_and_a_hundred_thousand_request
                     len(cost._mean) <= 16 * len(WIDTHS),
                     len(cost._cache) <= 16,
                     len(acceptance._averages) + len(controller._ones) <= 64,
-                    len(acceptance._shape_steps) <= acceptance.REBUILD_EVERY,
+                    len(acceptance._shape_steps) <= acceptance.REBUILD_LATE,
                 )
             )
     assert born >= 100_000
