@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +30,36 @@ def audit(directory: Path) -> list[str]:
         manifest, records = read_manifest(directory), read_records(directory)
     except BenchError as error:
         return [str(error)]
+    checks: dict[str, Callable[[], list[str]]] = {
+        "aggregates": lambda: _aggregates(directory, manifest, records),
+        "lines": lambda: _chain(records),
+        "coverage": lambda: _coverage(manifest, records),
+        "requests": lambda: _requests(manifest, records),
+        "servers": lambda: _servers(manifest, records),
+        "arms": lambda: _arms(manifest),
+        "mixed probe": lambda: _probe(directory),
+    }
     findings: list[str] = []
-    findings += _aggregates(directory, manifest, records)
-    findings += _chain(records)
-    findings += _coverage(manifest, records)
-    findings += _requests(manifest, records)
-    findings += _servers(manifest, records)
-    findings += _arms(manifest)
-    probe = directory / "mixed.json"
-    if probe.exists():
-        findings += recompute(json.loads(probe.read_text()))
+    for name, check in checks.items():
+        try:
+            findings += check()
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
+            # An edited record may lack anything; what cannot be checked has not passed.
+            findings.append(f"The {name} cannot be checked: {type(error).__name__}: {error}.")
     return findings
+
+
+def _probe(directory: Path) -> list[str]:
+    path = directory / "mixed.json"
+    return recompute(json.loads(path.read_text())) if path.exists() else []
 
 
 def _aggregates(directory: Path, manifest: dict[str, Any], records: list[dict[str, Any]]) -> list[str]:
     path = directory / "summary.json"
     if not path.exists():
         return ["summary.json is missing: the run was not finished, resume it."]
-    try:
-        # Compared as text, so that NaN equals NaN and no tolerance is needed: the same code reads the same records.
-        now = summarise(manifest, records).as_json()
-    except Exception as error:
-        return [f"The records cannot be aggregated: {type(error).__name__}: {error}."]
+    # Compared as text, so that NaN equals NaN and no tolerance is needed: the same code reads the same records.
+    now = summarise(manifest, records).as_json()
     found = json.loads(path.read_text())
     return [
         f"summary.json: {where} is {old}, the records give {new}." for where, old, new in _differences(found, now, "")
