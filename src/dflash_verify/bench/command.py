@@ -1,12 +1,13 @@
 """The commands that measure: bench, bracket, mixed, report and watch."""
 
 import asyncio
+import functools
 import json
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 from rich.console import Console
@@ -86,6 +87,26 @@ _workload_options = _options(
 )
 
 
+_EXTRA = ("httpx", "prometheus_client", "jsonschema", "jinja2", "matplotlib")
+
+
+def _needs_extra(function: F) -> F:
+    """A missing package of the extra becomes one sentence."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except ModuleNotFoundError as error:
+            if error.name not in _EXTRA:
+                raise
+            raise click.ClickException(
+                f'The package {error.name} is missing here; measuring needs: pip install "dflash-verify[bench]".'
+            ) from None
+
+    return cast(F, call)
+
+
 def _run(main: Coroutine[Any, Any, T]) -> T:
     """Run a measurement; a BenchError becomes one sentence and exit code 1."""
     try:
@@ -110,6 +131,7 @@ def _out(out: Path | None, kind: str) -> Path:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @_server_options
 @_workload_options
+@_needs_extra
 def bench(url: str, model: str | None, api_key: str | None, stall_s: float, **options: Any) -> None:
     """Measure one server: throughput, latency, verify width and acceptance.
 
@@ -185,6 +207,7 @@ def bench(url: str, model: str | None, api_key: str | None, stall_s: float, **op
 @click.option("--auto/--no-auto", default=False, help="Without --config: also measure the automatic width.")
 @click.option("--passes", type=click.IntRange(1), help="Rounds over all arms; the order alternates.")
 @click.option("--report/--no-report", "with_report", default=True, help="Write report.html and report.png at the end.")
+@_needs_extra
 def bracket(
     url: str,
     model: str | None,
@@ -381,6 +404,7 @@ def _print(out: Path, *, as_json: bool) -> None:
     help="Directory for mixed.json; a run directory shows it in its report.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print mixed.json.")
+@_needs_extra
 def mixed(
     url: str,
     model: str | None,
@@ -458,6 +482,7 @@ def mixed(
 @click.option(
     "--mixed", "mixed_file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="mixed.json to include."
 )
+@_needs_extra
 def report(directory: Path, audit: bool, mixed_file: Path | None) -> None:
     """One HTML page and one PNG from a run directory."""
     from dflash_verify.bench.audit import audit as find
@@ -482,6 +507,7 @@ def report(directory: Path, audit: bool, mixed_file: Path | None) -> None:
 @_server_options
 @click.option("--period-s", default=1.0, show_default=True, help="Seconds between two readings of /metrics.")
 @click.option("--once", is_flag=True, help="Show one period and exit.")
+@_needs_extra
 def watch(url: str, model: str | None, api_key: str | None, stall_s: float, period_s: float, once: bool) -> None:
     """Live view of width, acceptance per position, goodput, step time per width and the last decision."""
     from dflash_verify.bench.endpoint import Endpoint

@@ -209,3 +209,13 @@ def test_a_list_of_numbers_is_checked(cli):
     result = cli("bench", "-c", "1,x")
     assert result.exit_code == 2
     assert "1,2,4" in result.output
+
+
+def test_a_missing_package_names_the_extra(cli, monkeypatch):
+    import sys
+
+    monkeypatch.delitem(sys.modules, "dflash_verify.bench.endpoint", raising=False)
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    result = cli("watch", "--once")
+    assert result.exit_code == 1
+    assert 'The package httpx is missing here; measuring needs: pip install "dflash-verify[bench]".' in result.output
