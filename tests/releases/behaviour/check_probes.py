@@ -36,7 +36,10 @@ def test_a_copied_row_would_be_noticed(narrow_step, monkeypatch):
     """The mistake the layer list is there for: a kernel that copies the rows loses the slot to resume from."""
 
     def copied(metadata, columns):
-        metadata.spec_state_indices_tensor = metadata.spec_state_indices_tensor[:, :columns].contiguous()
+        rows = metadata.spec_state_indices_tensor
+        # In the memory of the whole rows, so that what is read past the end of the copy is a slot, though a wrong one.
+        copy = rows.clone().view(-1)[: rows.shape[0] * columns].view(-1, columns)
+        metadata.spec_state_indices_tensor = copy.copy_(rows[:, :columns].clone())
         return metadata
 
     monkeypatch.setattr(gdn_active_width, "_narrowed", copied)

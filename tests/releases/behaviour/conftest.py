@@ -19,8 +19,8 @@ def no_pinned_memory(monkeypatch):
     """Pinning host memory takes a driver; the copies are the same without."""
     from vllm.utils import torch_utils
 
-    if hasattr(torch_utils, "PIN_MEMORY"):
-        monkeypatch.setattr(torch_utils, "PIN_MEMORY", False)
+    monkeypatch.setattr(torch_utils, "PIN_MEMORY", False, raising=False)
+    monkeypatch.setattr(torch_utils, "is_pin_memory_available", lambda: False)  # asked each time in 0.32.0
 
 
 @pytest.fixture(scope="session")
