@@ -13,50 +13,6 @@ import os
 import signal
 import sys
 import time
-from typing import Any
-
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-
-
-class Witness:
-    """vLLM's worker extension: methods that `collective_rpc` calls in each worker process."""
-
-    model_runner: Any
-
-    def watch(self) -> int:
-        import torch
-
-        runner = self.model_runner
-        execute, sample = runner.execute_model, runner.sample_tokens
-        self._widths: list[int] = []
-        self._checksum = torch.zeros(1, dtype=torch.int64, device=runner.device)
-
-        def watched_execute(output: Any, *args: Any, **kwargs: Any) -> Any:
-            if output.total_num_scheduled_tokens:
-                self._widths.append(output.num_spec_tokens_to_schedule)
-            return execute(output, *args, **kwargs)
-
-        def watched_sample(*args: Any, **kwargs: Any) -> Any:
-            result = sample(*args, **kwargs)
-            tokens = runner.req_states.last_sampled_tokens
-            place = torch.arange(1, tokens.numel() + 1, device=tokens.device)
-            # No synchronisation: the sum stays on the device until it is asked for.
-            self._checksum.mul_(1000003).add_((tokens.flatten().long() * place).sum())
-            return result
-
-        runner.execute_model, runner.sample_tokens = watched_execute, watched_sample
-        return os.getpid()
-
-    def set_rates(self, rates: list[float]) -> None:
-        target = self.model_runner.rejection_sampler.synthetic_conditional_rates
-        import torch
-        from vllm.v1.spec_decode.utils import unconditional_to_conditional_rates
-
-        target.copy_(torch.tensor(unconditional_to_conditional_rates(rates), dtype=target.dtype))
-
-    def testimony(self) -> tuple[list[int], int]:
-        return self._widths, int(self._checksum.item())
 
 
 def main() -> None:
@@ -69,33 +25,25 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["DFLASH_VERIFY_TOKENS"] = "auto:1,3,7"
     os.environ.setdefault("DFLASH_PROFILE_SECONDS", "20")
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH", "")]
-    )
 
     import numpy as np
     from vllm import SamplingParams
 
-    from engine import SURVIVAL, GpuEngine, about_machine
+    from engine import GpuEngine, about_machine
 
-    fields: dict[str, Any] = {
-        "tensor_parallel_size": 2,
-        "worker_extension_cls": "tp2.Witness",
-        "gpu_memory_utilization": 0.7,
-    }
-    engine = GpuEngine(args.model, {}, args.streams, watch=False, **fields)
+    engine = GpuEngine(args.model, {}, args.streams, tensor_parallel_size=2, gpu_memory_utilization=0.7)
     print(f"started in {engine.start_s:.1f} s", flush=True)
     llm = engine.llm
-    pids = llm.collective_rpc("watch")
+    pids = llm.collective_rpc("watch_steps")
     rng = np.random.default_rng(0)
     prompts = [{"prompt_token_ids": rng.integers(10, 50000, 64).tolist()} for _ in range(args.streams)]
     params = SamplingParams(temperature=1.0, max_tokens=1800, ignore_eos=True, detokenize=False)
     began, waves, steps = time.time(), 0, 0
     while steps < args.steps and time.time() - began < args.seconds:
-        llm.collective_rpc("set_rates", args=(SURVIVAL["structured" if waves % 2 else "prose"],))
+        engine.set_survival("structured" if waves % 2 else "prose")
         llm.generate(prompts, params, use_tqdm=False)
         waves += 1
-        testimony = llm.collective_rpc("testimony")
+        testimony = llm.collective_rpc("steps")
         steps = len(testimony[0][0])
     (widths_0, sum_0), (widths_1, sum_1) = testimony
     result = {

@@ -16,9 +16,9 @@ DEFAULT_WIDTHS = (1, 3, 5, 7)
 # Every request count up to here gets graphs of its own; above it, vLLM's own request grid. Padding 33 requests to 40
 # costs a fifth of a step once, padding 3 to 4 a third, and every count up to 256 would mean 768 graphs for three widths.
 DENSE_REQUESTS = 32
-# Per graph, for the estimate that `plan` prints: one H200, Qwen3-8B shape (docs/results.md, "Start-up").
-GRAPH_SECONDS = 0.03
-GRAPH_MIB = 6.0
+# Per FULL graph, for the estimate that `plan` prints: one H200, Qwen3-8B shape, graphs of four widths against those of one (docs/results.md, "Start-up"). The activations of the largest graph come on top and do not depend on the widths.
+GRAPH_SECONDS = 0.045
+GRAPH_MIB = 1.3
 
 
 @dataclass(frozen=True, slots=True)

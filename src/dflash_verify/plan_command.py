@@ -82,7 +82,10 @@ def _show(result: Plan) -> None:
     table.add_row(
         "graphs", f"{result.graphs.total}: {full}, {result.graphs.draft} drafter, {result.graphs.piecewise} piecewise"
     )
-    table.add_row("estimate", f"about {result.seconds:.0f} s and {result.gib:.1f} GiB to capture")
+    table.add_row(
+        "estimate",
+        f"about {result.seconds:.0f} s and {result.gib:.1f} GiB to capture, besides the activations of the largest",
+    )
     table.add_row("digest", result.digest)
     for note in result.notes:
         table.add_row("note", note)

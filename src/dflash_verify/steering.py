@@ -135,6 +135,7 @@ class Steering:
         self.forced: int | None = None
         self.on_step: Callable[[Step], Any] | None = None
         self._ended: list[str] = []
+        self._controller_s = 0.0  # since the last trace record
         self._last_end_s = 0.0
         self._busy = False
 
@@ -142,7 +143,12 @@ class Steering:
 
     def decide(self, running: Iterable[str]) -> int:
         """The width of the next step; asked once per scheduled step, after that step was put together."""
-        self.published = self._width(running)
+        if self._trace is None:
+            self.published = self._width(running)
+        else:
+            began_s = time.perf_counter()
+            self.published = self._width(running)
+            self._controller_s += time.perf_counter() - began_s
         return self.published
 
     def _width(self, running: Iterable[str]) -> int:
@@ -183,6 +189,7 @@ class Steering:
         self._busy = busy
         if self.on_step is not None:
             self.on_step(step)
+        began_s = time.perf_counter()
         controller = self.controller if self.forced is None else None
         if controller is not None:
             if step.ids:
@@ -193,6 +200,7 @@ class Steering:
                 controller.forget(self._ended)
         self._ended.clear()
         if self._trace is not None:
+            self._controller_s += time.perf_counter() - began_s
             self._write_trace(step)
 
     def restart(self) -> None:
@@ -224,5 +232,7 @@ class Steering:
             "drafted": step.drafted,
             "accepted": step.accepted,
             "next_width": self.published,
+            "controller_us": round(self._controller_s * 1e6, 1),
         }
+        self._controller_s = 0.0
         self._trace.write(json.dumps(record) + "\n")

@@ -1,0 +1,61 @@
+"""vLLM's worker extension for these benchmarks: methods that `LLM.collective_rpc` calls in each worker process."""
+
+import os
+from collections import Counter
+from typing import Any
+
+import torch
+
+
+class Witness:
+    """Sets the synthetic acceptance, counts the drafter's graphs, and keeps what this rank was told and sampled."""
+
+    model_runner: Any
+
+    def set_survival(self, rates: list[float]) -> None:
+        from vllm.v1.spec_decode.utils import unconditional_to_conditional_rates
+
+        target = self.model_runner.rejection_sampler.synthetic_conditional_rates
+        target.copy_(torch.tensor(unconditional_to_conditional_rates(rates), dtype=target.dtype))
+
+    def watch_draft_graphs(self) -> None:
+        manager = self.model_runner.speculator.query_cudagraph_manager
+        dispatch = manager.dispatch
+        self._draft_graphs: Counter[str] = Counter()
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            desc = dispatch(*args, **kwargs)
+            self._draft_graphs[desc.cg_mode.name] += 1
+            return desc
+
+        manager.dispatch = counted
+
+    def draft_graphs(self) -> dict[str, int]:
+        return dict(self._draft_graphs)
+
+    def watch_steps(self) -> int:
+        """Returns this worker's process id."""
+        runner = self.model_runner
+        execute, sample = runner.execute_model, runner.sample_tokens
+        self._widths: list[int] = []
+        self._checksum = torch.zeros(1, dtype=torch.int64, device=runner.device)
+
+        def watched_execute(output: Any, *args: Any, **kwargs: Any) -> Any:
+            if output.total_num_scheduled_tokens:
+                self._widths.append(output.num_spec_tokens_to_schedule)
+            return execute(output, *args, **kwargs)
+
+        def watched_sample(*args: Any, **kwargs: Any) -> Any:
+            result = sample(*args, **kwargs)
+            tokens = runner.req_states.last_sampled_tokens
+            place = torch.arange(1, tokens.numel() + 1, device=tokens.device)
+            # No synchronisation: the sum stays on the device until it is asked for.
+            self._checksum.mul_(1000003).add_((tokens.flatten().long() * place).sum())
+            return result
+
+        runner.execute_model, runner.sample_tokens = watched_execute, watched_sample
+        return os.getpid()
+
+    def steps(self) -> tuple[list[int], int]:
+        """Widths that this rank was told, and a checksum over everything it sampled."""
+        return self._widths, int(self._checksum.item())
