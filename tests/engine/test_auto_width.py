@@ -138,3 +138,35 @@ def test_the_control_file_switches_a_running_engine(models: Models, tmp_path: Pa
             engine.generate(["Hello world"], 24)
             assert set(widths_of(engine.steps)[1:]) == {width}
     assert {json.loads(line)["width"] for line in trace.read_text().splitlines()} == {1, 3, 7}
+
+
+def test_after_plain_decoding_the_drafter_is_as_good_as_if_it_had_never_paused(
+    models: Models, plain: dict[Any, list[int]]
+) -> None:
+    # Without the tokens of width 0 in its context K/V, a drafter's acceptance collapses for the rest of the request.
+    def run(paused_until: int) -> dict[int, int]:
+        """Tokens emitted by the step that began at each position of the text."""
+        with open_engine(models, "dflash2", {"DFLASH_VERIFY_TOKENS": "auto:0"}) as engine:
+            steering = engine.scheduler.steering
+            steering.forced = steering.published = 0 if paused_until else 7
+
+            def resume(step: Any) -> None:
+                if sum(r.emitted for s in engine.steps for r in s.requests) >= paused_until:
+                    steering.forced = 7
+
+            steering.on_step = resume
+            tokens = engine.generate(["Hello world"], 100)
+            assert tokens == [plain["Hello world"]]
+            found, position = {}, 0
+            for step in engine.steps:
+                for r in step.requests:
+                    if r.drafts == 7:
+                        found[position] = r.emitted
+                    position += r.emitted
+        return found
+
+    paused, never = run(40), run(0)
+    assert min(paused) >= 40
+    shared = paused.keys() & never.keys()
+    assert len(shared) >= 5  # both runs verify from these positions on
+    assert {position: paused[position] for position in shared} == {position: never[position] for position in shared}
