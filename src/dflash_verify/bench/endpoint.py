@@ -289,8 +289,11 @@ class Endpoint:
                             error = f"server error in the stream: {json.dumps(chunk['error'])[:300]}"
                             break
                         for choice in chunk["choices"]:
-                            parts.append(choice["delta"].get("content") or "")
-                            parts.append(choice["delta"].get("reasoning") or "")
+                            delta = choice["delta"]
+                            # Thinking that cannot be switched off counts as text; its key was renamed in vLLM.
+                            parts.append(
+                                delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content") or ""
+                            )
                             finish_reason = choice.get("finish_reason") or finish_reason
                         usage = chunk.get("usage")
                         if usage:
