@@ -150,7 +150,7 @@ def open_server(
     speculative: Mapping[str, Any] | None = None,
     flags: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
-    ready_timeout_s: float = 180,
+    ready_timeout_s: float = 300,
 ) -> Iterator[Server]:
     """A server that answers; log and trace are written to `folder`. It is killed on the way out unless stopped before.
 
