@@ -5,8 +5,9 @@
 Every cell is a speculative decoding loop of its own: the drafter proposes 7 tokens, the target verifies the first `width`
 of them, and the next step starts where this one ended, so that a method meets the contexts it makes itself. What is
 reported is the exact acceptance of each step (the verifier's randomness and the last draft integrated out, see
-dflash_verify.verify.survival_from_paths), averaged over the steps of the loop; `emitted` is what the loop really emitted.
-One loop per pair: the interval is over pairs, which differ in weights, prompts and random numbers.
+dflash_verify.verify.survival_from_paths), averaged over the steps of the loop. Two loops differ in their contexts too, so the
+gain is taken within each loop: what the other method would have accepted in the same contexts. The interval is over pairs,
+which differ in weights, prompts and random numbers.
 """
 
 import argparse
@@ -109,14 +110,19 @@ def decode(
 
 @dataclass(frozen=True)
 class Cell:
-    """Acceptance lengths of one loop: exact (see the module), emitted (measured), bound (no lossless verifier exceeds it)."""
+    """Acceptance lengths of one loop, decoded with `method`.
+
+    token, block: exact for the contexts of this loop, under either method (so their difference compares the same
+    contexts); emitted: what the loop emitted; bound: what no lossless verifier exceeds in these contexts.
+    """
 
     pair: str
     sampling: str
     method: str
     width: int
     steps: int
-    exact: float
+    token: float
+    block: float
     emitted: float
     bound: float
 
@@ -137,14 +143,14 @@ def measure_cell(
         torch.cat([step.proposal.probs[:, :width] for step in done]),
         torch.cat([step.proposal.tokens[:, :width] for step in done]),
     )
-    exact = paths.block if method == "block" else paths.token  # at temperature 0 all methods are the same
     return Cell(
         pair=pair,
         sampling=str(sampling),
         method=method,
         width=width,
-        steps=len(exact),
-        exact=1 + float(exact.sum(-1).mean()),
+        steps=len(paths.token),
+        token=1 + float(paths.token.sum(-1).mean()),
+        block=1 + float(paths.block.sum(-1).mean()),
         emitted=1 + float(torch.cat([step.accepted for step in done]).double().mean()),
         bound=1 + float(paths.bound.sum(-1).mean()),
     )
@@ -174,7 +180,7 @@ def interval(values: Sequence[float]) -> str:
 def table(cells: Sequence[Cell]) -> str:
     """Markdown: one line per sampling setting and width."""
     lines = [
-        "| temperature | width | token-wise | block | gain, tokens per step | gain | bound |",
+        "| temperature | width | token-wise | block | gain in the same contexts | | bound |",
         "|---|---|---|---|---|---|---|",
     ]
     by_key: dict[tuple[str, int], dict[str, dict[str, Cell]]] = {}
@@ -182,16 +188,16 @@ def table(cells: Sequence[Cell]) -> str:
         by_key.setdefault((cell.sampling, cell.width), {}).setdefault(cell.method, {})[cell.pair] = cell
     for (sampling, width), methods in by_key.items():
         if "greedy" in methods:
-            lengths = interval([cell.exact for cell in methods["greedy"].values()])
+            lengths = interval([cell.token for cell in methods["greedy"].values()])
             lines.append(f"| {sampling} | {width} | {lengths} | the same | 0 | 0 | |")
             continue
         token, block = methods["token"], methods["block"]
-        gains = [block[pair].exact - token[pair].exact for pair in token]
-        percent = 100 * float(np.mean(gains)) / float(np.mean([cell.exact for cell in token.values()]))
+        same = [np.mean([cell.block - cell.token for cell in (token[pair], block[pair])]) for pair in token]
+        percent = 100 * float(np.mean(same)) / float(np.mean([cell.token for cell in token.values()]))
         lines.append(
-            f"| {sampling} | {width} | {interval([c.exact for c in token.values()])} | "
-            f"{interval([c.exact for c in block.values()])} | {interval(gains)} | {percent:+.2f} % | "
-            f"{np.mean([c.bound for c in block.values()]):.3f} |"
+            f"| {sampling} | {width} | {interval([cell.token for cell in token.values()])} | "
+            f"{interval([cell.block for cell in block.values()])} | {interval(same)} | {percent:+.2f} % | "
+            f"{np.mean([cell.bound for cell in block.values()]):.3f} |"
         )
     return "\n".join(lines)
 
@@ -203,17 +209,18 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--steps", type=int, default=20, help="verification steps per sequence and cell")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="where to keep the cells; `--from-json` prints them again")
-    parser.add_argument("--from-json", type=Path)
+    parser.add_argument("--json", type=Path, help="where to keep the cells")
+    parser.add_argument("--from-json", type=Path, nargs="+", help="print the table of cells measured before")
     parser.add_argument("--record", type=Path, help="only write one .npz for verify-gain, from the first pair")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.from_json:
-        print(table([Cell(**cell) for cell in json.loads(args.from_json.read_text())]))
+        print(table([Cell(**cell) for path in args.from_json for cell in json.loads(path.read_text())]))
         return
     text = torch.frombuffer(bytearray(stdlib_text(held_out=True)), dtype=torch.uint8)
     cells: list[Cell] = []
-    for number, folder in enumerate(args.pairs):
+    for folder in args.pairs:
+        number = json.loads((folder / "pair.json").read_text())["seed"]
         models = load_pair(folder, args.device)
         prompts = windows(text, args.sequences, PROMPT, torch.Generator().manual_seed(1000 + number)).to(args.device)
         if args.record:
