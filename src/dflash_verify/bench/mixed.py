@@ -127,7 +127,10 @@ async def _phase(
 
     seed = stream_seed(options.seed, ordinary.name, 0, 0, repeat, 0)
     main_task = asyncio.create_task(
-        endpoint.stream(ordinary.body(0, seed), cache_salt=uuid.uuid4().hex, on_tokens=on_tokens)
+        # The stream must last: an end that the model chooses would shorten the overlap, not change what a step costs.
+        endpoint.stream(
+            {**ordinary.body(0, seed), "ignore_eos": True}, cache_salt=uuid.uuid4().hex, on_tokens=on_tokens
+        )
     )
     sampler = asyncio.create_task(sample())
     companions: list[Stream] = []
