@@ -7,6 +7,7 @@ comes too late there is in time for the children, which are spawned and do the w
 
 import os
 import sys
+import sysconfig
 from collections.abc import Mapping
 
 from dflash_verify.cpu import PLUGIN_PATH
@@ -65,7 +66,7 @@ def child_environment(
         paths.insert(0, str(PLUGIN_PATH))
     # The package itself too, so that a source tree that is not installed works in a child.
     package_parent = str(PLUGIN_PATH.parents[2])
-    if package_parent not in paths:
+    if package_parent not in (*paths, sysconfig.get_path("purelib")):
         paths.append(package_parent)
     base["PYTHONPATH"] = os.pathsep.join(paths)
     return base
