@@ -2,13 +2,14 @@
 
     python bench/width/decision_cost.py [--repeats 40] [--estimator class|hazard]
 
-One step = observe + observe_step + forget + decide, on a batch whose requests live 128 steps on average: at batch 256
-two end and two arrive in every step. Each figure is the median
+One step = observe + observe_step + forget + decide, on a batch whose requests stay, or turn over: they live 128 steps, so
+that at batch 256 two end and two arrive in every step. Each figure is the median
 over repeated runs of the mean over a run's steps, in CPU time of the calling thread; the fastest run is printed too,
 since a shared machine only ever adds.
 """
 
 import argparse
+import itertools
 import statistics
 import time
 
@@ -30,7 +31,9 @@ def table() -> CostTable:
     return CostTable(7, WIDTHS, cells)
 
 
-def run(batch: int, model: CostModel, estimator: str, rng: np.random.Generator) -> tuple[float, float, float]:
+def run(
+    batch: int, model: CostModel, estimator: str, rng: np.random.Generator, turn_over: bool
+) -> tuple[float, float, float]:
     """Mean us per step of decide, of observe, and of observe_step and forget."""
     controller = WidthController(WIDTHS, 7, model, estimator=estimator)
     ids = [f"request-{i:032x}" for i in range(batch)]
@@ -44,7 +47,7 @@ def run(batch: int, model: CostModel, estimator: str, rng: np.random.Generator) 
     for step in range(BEFORE + STEPS):
         if step == BEFORE:
             took = [0, 0, 0]
-        due = (step + 1) * batch // LIFE - step * batch // LIFE
+        due = (step + 1) * batch // LIFE - step * batch // LIFE if turn_over else 0
         gone, ids = ids[:due], [*ids[due:], *(f"request-{step}-{i:030x}" for i in range(due))]
         accepted = np.minimum(accepts[step], width).tolist()
         step_ms = 20.0 + 0.05 * batch * (width + 1) * float(rng.normal(1.0, 0.03))
@@ -71,21 +74,21 @@ def main() -> None:
     rng = np.random.default_rng(0)
     print(f"estimator {arguments.estimator}, {STEPS} steps a run, {arguments.repeats} runs; us: median (fastest)")
     print(
-        f"{'cost':9s} {'batch':>5s} {'decide':>15s} {'observe':>15s} {'per request':>15s} {'time, forget':>15s} {'step in all':>15s}"
+        f"{'cost':9s} {'requests':9s} {'batch':>5s} {'decide':>15s} {'observe':>15s} {'per request':>15s} {'time, forget':>15s} {'step in all':>15s}"
     )
-    for name in ("measured", "learning"):
+    for name, requests in itertools.product(("measured", "learning"), ("stay", "turn over")):
         for batch in BATCHES:
             runs = []
             for _ in range(arguments.repeats):
                 model = CostModel(WIDTHS, 7, table()) if name == "measured" else CostModel(WIDTHS, 7)
-                runs.append(run(batch, model, arguments.estimator, rng))
+                runs.append(run(batch, model, arguments.estimator, rng, requests == "turn over"))
             decide, observe, timed = zip(*runs, strict=True)
             per_request = [us / batch for us in observe]
             in_all = [sum(each) for each in runs]
             columns = [
                 f"{statistics.median(c):8.2f} ({min(c):.2f})" for c in (decide, observe, per_request, timed, in_all)
             ]
-            print(f"{name:9s} {batch:5d} " + " ".join(f"{c:>15s}" for c in columns))
+            print(f"{name:9s} {requests:9s} {batch:5d} " + " ".join(f"{c:>15s}" for c in columns))
 
 
 if __name__ == "__main__":
