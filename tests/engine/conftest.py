@@ -15,6 +15,11 @@ environment.activate()
 from dflash_verify.cpu.models import Models, generate
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # pytest undoes the filter of cpu/interpreter.py.
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return generate(tmp_path_factory.mktemp("models"))
