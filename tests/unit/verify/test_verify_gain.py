@@ -51,6 +51,15 @@ def test_the_lengths_are_those_of_the_enumeration(tmp_path: Path) -> None:
         assert row["token_wise"] <= row["block"] <= row["bound"]
 
 
+def test_the_recording_that_comes_with_the_bench_shows_a_gain_that_grows_with_the_width() -> None:
+    code, output = run(Path(__file__).resolve().parents[3] / "bench" / "block" / "steps.npz", "--json")
+    assert code == 0, output
+    gains = [row["gain_tokens"] for row in json.loads(output)["widths"]]
+    assert len(gains) == 7
+    assert abs(gains[0]) < 1e-12, "one draft: both are maximal couplings"
+    assert all(wider > narrower for narrower, wider in zip(gains, gains[1:], strict=False))
+
+
 def test_the_table_names_every_width(tmp_path: Path) -> None:
     code, output = run(record(tmp_path / "steps.npz", steps=8))
     assert code == 0, output
