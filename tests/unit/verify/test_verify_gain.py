@@ -1,5 +1,6 @@
 """`dflash-verify verify-gain` prints exact acceptance lengths for recorded probabilities, and refuses what is not one."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def test_the_recording_that_comes_with_the_bench_shows_a_gain_that_grows_with_th
     gains = [row["gain_tokens"] for row in json.loads(output)["widths"]]
     assert len(gains) == 7
     assert abs(gains[0]) < 1e-12, "one draft: both are maximal couplings"
-    assert all(wider > narrower for narrower, wider in zip(gains, gains[1:], strict=False))
+    assert all(wider > narrower for narrower, wider in itertools.pairwise(gains))
 
 
 def test_the_table_names_every_width(tmp_path: Path) -> None:
