@@ -383,6 +383,21 @@ def _refuse_unsupported(config: Any, settings: Settings) -> None:
             f"{named} needs its own scheduler but this configuration ended with "
             f"{config.scheduler_config.scheduler_cls}: remove what replaces it, or unset the variable."
         )
+    _refuse_cost_table(config, settings)
+
+
+def _refuse_cost_table(config: Any, settings: Settings) -> None:
+    """A table that the operator names must be this engine's; found out here, not after the weights are loaded."""
+    if settings.cost_table is None or settings.verify_tokens.mode != "auto":
+        return
+    from dflash_verify.profile import stored_table
+    from dflash_verify.width.cost import CostModel, CostTableError
+
+    _, widths = running_digest(config, settings)
+    try:
+        CostModel(widths, config.speculative_config.num_speculative_tokens, stored_table(config, settings))
+    except CostTableError as error:
+        raise SettingsError(f"DFLASH_COST_TABLE cannot be used: {error}.") from None
 
 
 def _say(plan: Plan, config: Any, settings: Settings) -> None:

@@ -1,0 +1,91 @@
+"""Step times: measured on the real engine through its own scheduler, kept with their key, refused for any other engine."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_verify import overlays
+from dflash_verify.cpu import environment
+from dflash_verify.cpu.engine import ENGINE_ARGS, open_engine, plugin_environment, speculative_config
+from dflash_verify.cpu.models import Models
+from dflash_verify.profile import batch_sizes, cost_key
+from dflash_verify.settings import SettingsError
+from dflash_verify.width.cost import CostTable
+
+
+def test_batch_sizes_cover_the_slots_with_both_ends() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(4) == [1, 2, 3, 4]
+    assert batch_sizes(100) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 100]
+
+
+def test_the_command_measures_every_cell_and_a_server_then_uses_the_table(models: Models, tmp_path: Path) -> None:
+    environ = environment.child_environment() | {
+        "DFLASH_VERIFY_TOKENS": "auto:3",
+        "DFLASH_CACHE_DIR": str(tmp_path),
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    flags = [
+        f"--{name.replace('_', '-')}" for name in ("dtype", "max_model_len", "max_num_batched_tokens", "block_size")
+    ]
+    values = [str(ENGINE_ARGS[name]) for name in ("dtype", "max_model_len", "max_num_batched_tokens", "block_size")]
+    command = [sys.executable, "-m", "dflash_verify.cli", "profile", "--seconds", "400", "--", str(models.target)]
+    command += [word for pair in zip(flags, values, strict=True) for word in pair]
+    command += ["--max-num-seqs", "2", "--kv-cache-memory-bytes", str(16 << 20), "--enforce-eager", "--seed", "0"]
+    command += ["--speculative-config", json.dumps(speculative_config(models, "dflash2"))]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "stored in" in done.stdout
+    (path,) = tmp_path.glob("cost-*.json")
+    table = CostTable.load(path)
+    assert set(table.cells) == {1, 2}
+    assert table.widths == (3, 7)
+    assert all(ms > 0 for row in table.cells.values() for ms in row)
+    with open_engine(
+        models, "dflash2", {"DFLASH_VERIFY_TOKENS": "auto:3", "DFLASH_CACHE_DIR": str(tmp_path)}, max_num_seqs=2
+    ) as engine:
+        assert engine.scheduler.steering.controller.cost.table.cells == table.cells
+        # Nothing of the measurement is left where requests will run.
+        assert engine.scheduler.steering.controller.snapshot()["requests"] == 0
+
+
+def config(models: Models, **environ: str) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    fields = {**ENGINE_ARGS, "speculative_config": speculative_config(models, "dflash2")}
+    with plugin_environment(environ):
+        return EngineArgs(model=str(models.target), **fields).create_engine_config()
+
+
+@pytest.mark.parametrize("wrong", ["gpu", "widths", "missing", "garbage"])
+def test_a_named_table_that_is_not_this_engines_stops_before_weights_load(
+    models: Models, tmp_path: Path, wrong: str
+) -> None:
+    key = cost_key(config(models, DFLASH_VERIFY_TOKENS="auto"))
+    path = tmp_path / "cost.json"
+    if wrong == "gpu":
+        CostTable(7, (1, 3, 5, 7), {1: (1.0, 1.0, 1.0, 1.0)}, (), replace(key, gpu="GB10")).save(path)
+    elif wrong == "widths":
+        CostTable(7, (3, 7), {1: (1.0, 1.0)}, (), key).save(path)
+    elif wrong == "garbage":
+        path.write_text("{")
+    with pytest.raises(SettingsError) as error:
+        config(models, DFLASH_VERIFY_TOKENS="auto", DFLASH_COST_TABLE=str(path))
+    text = str(error.value)
+    assert text.startswith("DFLASH_COST_TABLE cannot be used: ")
+    assert text.endswith(".")
+    assert "\n" not in text
+    expected = {"gpu": "gpu is GB10 there and", "widths": "width 1", "missing": "cannot be read", "garbage": "not JSON"}
+    assert expected[wrong] in text
+    assert not overlays.status().names("applied")
+
+
+def test_a_static_width_measures_nothing(models: Models, tmp_path: Path) -> None:
+    with open_engine(models, "dflash2", {"DFLASH_VERIFY_TOKENS": "3", "DFLASH_CACHE_DIR": str(tmp_path)}):
+        assert not os.listdir(tmp_path)
