@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from dflash_verify.cpu import environment, interpreter
+from dflash_verify.cpu.engine import Request, open_engine
+from dflash_verify.cpu.models import Models
 
 environment.activate()
 
@@ -20,6 +22,7 @@ interpreter.install()
 
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
+from dflash_verify.overlays import guided_residual
 from dflash_verify.overlays.guided_residual import WRAPPERS, keep_first_forbidden
 
 ROWS = 240
@@ -112,3 +115,31 @@ def test_drafts_of_a_step_inside_the_prefill_stay_placeholders() -> None:
     wrapped(SimpleNamespace(sampler=sampler), logits, batch, torch.zeros(2, 1, 6), mask)
     assert seen[0][4].tolist() == [False, True, False, False]
     assert logits.isinf().nonzero().tolist() == [[2, 2]]
+
+
+def test_guided_requests_on_the_engine_obey_their_grammar_and_keep_their_first_forbidden_draft(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    marked: list[tuple[int, int]] = []
+
+    def spy(logits: Any, token_ids: Any, invalid: Any, drawn: Any) -> Any:
+        left = keep_first_forbidden(logits, token_ids, invalid, drawn)
+        marked.append((int(invalid.sum()), int(left.sum())))
+        return left
+
+    monkeypatch.setattr(guided_residual, "keep_first_forbidden", spy)
+    vowels = {"structured_outputs": StructuredOutputsParams(regex="[aeiou]{40}")}
+    requests = [
+        Request("the moon and", 14, sampling={"temperature": 1.0, "seed": 3, **vowels}),
+        Request("letters in", 14, sampling={"temperature": 1.0, "seed": 4}),
+        Request("letters in", 14, sampling=vowels),
+    ]
+    environ = {"DFLASH_BLOCK_VERIFY": "1", "DFLASH_VERIFY_TOKENS": "3"}
+    with open_engine(models, "dflash2", environ) as engine:
+        warm, free, cold = engine.play(requests)
+    assert set(warm) | set(cold) <= set(b"aeiou")
+    assert not set(free) <= set(b"aeiou"), "the drafter's letters are not vowels: drafts are forbidden all the time"
+    assert len(marked) > 5
+    assert all(left < before for before, left in marked)
