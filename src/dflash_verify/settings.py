@@ -140,7 +140,6 @@ class Settings(BaseSettings):
     )
     # Read by the CPU engine of demo and tests (cpu/) and by start.sh; named here so that a typo is still found.
     cpu: Switch = Field(False, description="0 or 1 (the real engine on a CPU, for demo and tests)")
-    cpu_predictable: Switch = Field(False, description="0 or 1")
     venv: FilePath | None = Field(None, description="the directory of start.sh's Python environment")
 
     @classmethod
