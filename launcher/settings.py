@@ -20,7 +20,7 @@ from launcher.errors import LaunchError
 
 PLUGIN_PREFIX = "DFLASH_"
 # Of the plugin's prefix, but not for servers: start.sh's own environment and the CPU engine of demo and tests.
-NOT_FOR_SERVERS = ("DFLASH_VENV", "DFLASH_CPU", "DFLASH_CPU_PREDICTABLE")
+NOT_FOR_SERVERS = ("DFLASH_VENV", "DFLASH_CPU")
 # Libraries in the container that are configured by the environment; a name from .env is passed on as it is.
 PASSED_ON = ("VLLM_", "NCCL_", "HF_", "GLOO_", "UCX_", "TORCH_", "CUDA_", "TRITON_", "OMP_", "FLASHINFER_")
 SECRETS = ("HF_TOKEN", "VLLM_API_KEY")

@@ -1,6 +1,7 @@
 """`dflash-verify check` and `dflash-verify fingerprint`: neither imports vLLM nor torch (but for `check --gpu`)."""
 
 import json
+import os
 import re
 import sys
 from dataclasses import asdict
@@ -14,7 +15,9 @@ from dflash_verify.overlays.fingerprint import InstalledSource, Source, SourceEr
 from dflash_verify.overlays.manifest import ManifestError, load_manifests, manifest_dir
 from dflash_verify.overlays.release import record_release
 from dflash_verify.overlays.survey import Status, survey
+from dflash_verify.plugin import asked_for
 
+ENTRY_POINT = "dflash_verify"  # of vllm.general_plugins
 _STYLE = {"needed": "green", "applied": "green", "not needed": "cyan", "off": "dim", "drifted": "red", "missing": "red"}
 
 
@@ -31,7 +34,8 @@ _STYLE = {"needed": "green", "applied": "green", "not needed": "cyan", "off": "d
 def check(as_json: bool, wheel: Path | None, gpu: bool) -> None:
     """Check every overlay against a vLLM: the same comparison that a server makes when it starts.
 
-    Exit code 0 if every overlay fits or is not needed, 1 if a function has drifted or is missing.
+    Exit code 0 if every overlay fits or is not needed, 1 if a function has drifted or is missing, or if VLLM_PLUGINS keeps
+    vLLM from loading the plugin that DFLASH_VERIFY_TOKENS asks for.
     """
     if gpu and wheel is not None:
         raise click.UsageError("--gpu runs the vLLM that is installed; it cannot be combined with --wheel")
@@ -50,6 +54,9 @@ def check(as_json: bool, wheel: Path | None, gpu: bool) -> None:
 
         probes = run_probes()
     ok = result.ok and all(probe.ok for probe in probes)
+    not_allowed = _not_allowed()
+    if not_allowed and asked_for():
+        ok = False  # the server would start as stock vLLM although a width is asked for
     if as_json:
         document = {
             "ok": ok,
@@ -59,6 +66,8 @@ def check(as_json: bool, wheel: Path | None, gpu: bool) -> None:
         }
         if gpu:
             document["gpu"] = [asdict(probe) for probe in probes]
+        if not_allowed:
+            document["plugin"] = not_allowed
         click.echo(json.dumps(document, indent=2))
     else:
         console = Console()
@@ -67,7 +76,9 @@ def check(as_json: bool, wheel: Path | None, gpu: bool) -> None:
             console.print(
                 f"{'ok  ' if probe.ok else 'FAIL'} {probe.name}: {probe.detail}", style=None if probe.ok else "red"
             )
-        if ok:
+        if not_allowed:
+            console.print(not_allowed, style="red" if asked_for() else "yellow")
+        if result.ok:
             console.print(f"vLLM {result.version}: every overlay fits.")
         else:
             console.print(
@@ -119,6 +130,14 @@ def fingerprint(wheel: Path, release: str | None, manifests: Path | None, as_jso
         )
         table.add_row(r.overlay, r.function, r.fingerprint or "-", review)
     Console().print(table)
+
+
+def _not_allowed() -> str:
+    """One sentence if vLLM's allow-list leaves the plugin out, else ""."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is None or ENTRY_POINT in allowed.split(","):
+        return ""
+    return f"VLLM_PLUGINS={allowed!r} does not list {ENTRY_POINT}, so vLLM will not load the plugin: add it, or unset VLLM_PLUGINS."
 
 
 def _source(wheel: Path | None) -> Source:
