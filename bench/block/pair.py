@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dflash_verify.cpu.models import EOS_ID, MASK_ID, PAD_ID, VOCAB_SIZE, _write_tokenizer
+from dflash_verify.cpu.models import EOS_ID, MASK_ID, PAD_ID, VOCAB_SIZE, write_tokenizer
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def propose(
 def save_pair(folder: Path, target: Qwen3ForCausalLM, drafter: Drafter, facts: dict[str, Any]) -> None:
     """Write target/ and draft/ as `vllm serve target --speculative-config {"model": draft, ...}` reads them, and pair.json."""
     target.to(torch.float32).save_pretrained(folder / "target")
-    _write_tokenizer(folder / "target")
+    write_tokenizer(folder / "target")
     draft = folder / "draft"
     draft.mkdir(parents=True, exist_ok=True)
     shape = drafter.shape
@@ -323,7 +323,7 @@ def save_pair(folder: Path, target: Qwen3ForCausalLM, drafter: Drafter, facts: d
         },
     }
     (draft / "config.json").write_text(json.dumps(config, indent=1))
-    _write_tokenizer(draft)
+    write_tokenizer(draft)
     (folder / "pair.json").write_text(json.dumps({"shape": asdict(shape), **facts}, indent=1))
 
 

@@ -126,10 +126,10 @@ def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, torch.Ten
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer: token i < 256 is byte i, so prompts and texts can be read as they are."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
