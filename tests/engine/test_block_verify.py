@@ -38,7 +38,11 @@ def test_greedy_requests_beside_sampled_ones_say_what_the_target_says(
         again = engine.play(requests(sampled=3))
     assert texts[:3] == plain_text
     assert [len(text) for text in texts] == [GREEDY_TOKENS] * 6
-    assert texts == again, "seeded requests repeat"
+    # Random numbers belong to a step as well as to a position, and under auto the steps depend on what was learned: there
+    # a seed fixes the distribution, not the text.
+    if width != "auto":
+        assert texts == again, "seeded requests repeat"
+    assert again[:3] == plain_text
     assert engine.steps
     assert any(request.emitted > 1 for step in engine.steps for request in step.requests), "drafts were accepted"
 
