@@ -146,7 +146,7 @@ def _widths(settings: Settings, facts: EngineFacts) -> tuple[int, ...]:
     if too_wide:
         raise SettingsError(
             f"DFLASH_VERIFY_TOKENS={wanted} asks to verify {too_wide[-1]} tokens but the drafter proposes {n}: "
-            f"set it to 1 to {n}, auto, or 0 for stock vLLM."
+            f"set it to {f'1 to {n}' if n > 1 else '1'}, auto, or 0 for stock vLLM."
         )
     if 0 in wanted.widths and not facts.plain_decoding:
         raise SettingsError(
@@ -265,10 +265,12 @@ def _uncovered(sizes: tuple[int, ...], widths: tuple[int, ...], facts: EngineFac
 
 def _beyond_token_budget(facts: EngineFacts, widths: tuple[int, ...]) -> list[str]:
     top = facts.max_num_batched_tokens
-    widest = max(_query_lens(widths, facts))
-    if top is None or facts.max_num_seqs * widest <= top:
+    if top is None:
         return []
+    passes = [(f"width {width}", width + 1) for width in widths] + [("the drafter", facts.draft_query_len)]
     return [
-        f"{facts.max_num_seqs} requests of {widest} rows exceed max_num_batched_tokens={top}: batches above "
-        f"{top // widest} requests run without FULL graphs at that width"
+        f"{facts.max_num_seqs} requests of {query_len} rows exceed max_num_batched_tokens={top}: {who} runs without FULL "
+        f"graphs above {top // query_len} requests"
+        for who, query_len in passes
+        if facts.max_num_seqs * query_len > top
     ]

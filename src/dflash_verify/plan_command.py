@@ -38,7 +38,7 @@ def plan(
     given = {"DFLASH_VERIFY_TOKENS": verify_tokens, "DFLASH_TOKENS": draft_tokens, "DFLASH_MAX_GRAPHS": max_graphs}
     environ = dict(os.environ) | {name: str(value) for name, value in given.items() if value is not None}
     try:
-        settings = load(environ)
+        settings = load(environ, check_names=True)
         if settings.tokens is None:
             raise SettingsError(
                 "The draft width is not known: give --draft-tokens or set DFLASH_TOKENS (7 for a block of 8)."

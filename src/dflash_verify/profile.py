@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -270,6 +271,8 @@ def profile(seconds: int, again: bool, serve_args: tuple[str, ...]) -> None:
         )
     if not serve_args:
         raise click.ClickException("The model is missing: dflash-verify profile -- MODEL --speculative-config '{...}'.")
+    if importlib.util.find_spec("vllm") is None:
+        raise click.ClickException("vLLM is not installed in this Python environment: run this where the server runs.")
     path, table = _profile(settings, list(serve_args), again)
     if table is None:
         raise click.ClickException("No step time could be measured: see the log above.")
@@ -291,7 +294,13 @@ def _profile(settings: Settings, serve_args: list[str], again: bool) -> tuple[Pa
     if args.model_tag:
         args.model = args.model_tag
     engine_args = EngineArgs.from_cli_args(args)
-    config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    try:
+        config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()
+        raise click.ClickException(
+            f"vLLM does not accept these arguments: {reason[-1] if reason else error!r}"
+        ) from None
     path = table_path(cost_key(config), settings)
     if again:
         path.unlink(missing_ok=True)

@@ -116,7 +116,7 @@ class Settings(BaseSettings):
         None,
         ge=1,
         le=MAX_WIDTH,
-        description="the draft width N as a whole number from 1 to the drafter's trained block",
+        description=f"the draft width N, a whole number from 1 to the drafter's trained block (at most {MAX_WIDTH})",
     )
     block_verify: Switch = Field(False, description="0 (token-wise verification) or 1 (block verification)")
     verify_strict: Switch = Field(
@@ -170,8 +170,11 @@ def names() -> list[str]:
     return [PREFIX + name.upper() for name in Settings.model_fields]
 
 
-def load(environ: Mapping[str, str] | None = None) -> Settings:
+def load(environ: Mapping[str, str] | None = None, *, check_names: bool = False) -> Settings:
     """Settings from `environ` (default: the process environment).
+
+    check_names: refuse unknown names also when neither a width nor block verification is asked for (commands; a server
+    without either is stock vLLM and must start).
 
     Raises SettingsError with one sentence for a value that is not accepted, and, when a width or block verification
     is asked for, for a DFLASH_ name that does not exist. Without either, nothing is refused: stock vLLM must start.
@@ -182,7 +185,7 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
         settings = Settings(**_Environment(given)())
     except ValidationError as error:
         raise SettingsError(_sentence(error, given)) from None
-    if settings.active:
+    if settings.active or check_names:
         _refuse_unknown(given)
     return settings
 
@@ -202,14 +205,33 @@ def _sentence(error: ValidationError, given: Mapping[str, str]) -> str:
     field = str(error.errors()[0]["loc"][0])
     name = PREFIX + field.upper()
     accepted = Settings.model_fields[field].description
-    return f"{name}={given.get(name, '')!r} is not accepted: set it to {accepted}, or unset it."
+    return f"{name}={shown(given.get(name, ''))} is not accepted: set it to {accepted}, or unset it."
+
+
+def shown(value: str) -> str:
+    """A value as it stands in a sentence: quoted, escaped, and not for ever."""
+    return repr(value if len(value) <= 60 else value[:57] + "...")
 
 
 def _refuse_unknown(given: Mapping[str, str]) -> None:
-    known = names()
     for name in sorted(given):
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+        if name not in names():
             raise SettingsError(
-                f"{name} is not a variable of dflash-verify: did you mean {nearest}? Rename or unset it."
+                f"{shown(name)[1:-1]} is not a variable of dflash-verify: {nearest(name)}Rename or unset it."
             )
+
+
+def nearest(name: str) -> str:
+    """`did you mean DFLASH_TOKENS? ` for a name that is near a known one, else the known ones."""
+    known = names()
+    # The prefix is common to all and says nothing about which one was meant.
+    close = difflib.get_close_matches(
+        name.removeprefix(PREFIX), [k.removeprefix(PREFIX) for k in known], n=1, cutoff=0.6
+    )
+    if close:
+        return f"did you mean {PREFIX}{close[0]}? "
+    return f"the nearest of its {len(known)} names is {max(known, key=lambda k: _likeness(name, k))}. "
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()

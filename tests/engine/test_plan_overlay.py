@@ -250,3 +250,10 @@ def test_zero_touches_nothing(models: Models) -> None:
     before = dict(vars(EngineArgs))
     overlays.apply(load({"DFLASH_VERIFY_TOKENS": "0"}))
     assert all(vars(EngineArgs)[name] is value for name, value in before.items())
+
+
+def test_a_trace_file_that_cannot_be_written_is_an_error_before_weights_load(models: Models) -> None:
+    text = refusal(
+        engine_args(models, dflash2(models)), DFLASH_VERIFY_TOKENS="3", DFLASH_TRACE_FILE="/nowhere/trace.jsonl"
+    )
+    assert text.startswith("DFLASH_TRACE_FILE=/nowhere/trace.jsonl cannot be written")

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_verify.plugin import SWITCHES, register
 from dflash_verify.settings import Settings, SettingsError, VerifyTokens, load, names
 
 
@@ -91,3 +92,40 @@ def test_any_text_in_any_variable_gives_settings_or_one_sentence(environ: dict[s
         assert str(error).count("DFLASH_") >= 1
         assert str(error).endswith(".")
         assert "\n" not in str(error)
+
+
+def test_a_command_refuses_an_unknown_name_also_in_stock_mode() -> None:
+    with pytest.raises(SettingsError, match=r"did you mean DFLASH_VERIFY_TOKENS\?"):
+        load({"DFLASH_VERFY_TOKENS": "3"}, check_names=True)
+
+
+def test_a_name_that_is_near_none_gets_no_absurd_guess() -> None:
+    assert "did you mean" not in sentence(DFLASH_VERIFY_TOKENS="3", DFLASH_QQQ="1")
+
+
+def test_a_long_value_is_not_echoed_in_full() -> None:
+    assert len(sentence(DFLASH_VERIFY_TOKENS="9" * 5000)) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("DFLASH_VERFY_TOKENS", True), ("DFLASH_FOO", False), ("DFLASH_TOKENS", False)]
+)
+def test_a_misspelt_switch_alone_is_a_warning_of_the_plugin(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, said: bool
+) -> None:
+    for known in [*names(), name]:
+        monkeypatch.delenv(known, raising=False)
+    monkeypatch.setenv(name, "3")
+    register()
+    assert ("did you mean DFLASH_VERIFY_TOKENS?" in caplog.text) == said
+
+
+def test_no_known_variable_is_taken_for_a_misspelt_switch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for known in names():
+        monkeypatch.delenv(known, raising=False)
+        if known not in SWITCHES:
+            monkeypatch.setenv(known, "1")
+    register()
+    assert not caplog.text

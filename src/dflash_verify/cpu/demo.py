@@ -55,6 +55,12 @@ def demo(as_json: bool, keep: Path | None) -> None:
     _refuse_without_vllm()
     with tempfile.TemporaryDirectory(prefix="dflash-verify-demo-") as temporary:
         folder = keep or Path(temporary)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.ClickException(
+                f"--keep {folder} cannot be used ({error.strerror}): name a writable folder."
+            ) from None
         results = _run_all(folder, Console(stderr=True))
     rows = [_judge(arm, results[arm.name], results[REFERENCE.name]) for arm in ARMS]
     if as_json:

@@ -80,6 +80,8 @@ def check(as_json: bool, wheel: Path | None, gpu: bool) -> None:
             console.print(not_allowed, style="red" if asked_for() else "yellow")
         if result.ok:
             console.print(f"vLLM {result.version}: every overlay fits.")
+            if not all(probe.ok for probe in probes):
+                console.print("The device does not: see the lines marked FAIL.", style="red")
         else:
             console.print(
                 f"vLLM {result.version} is not supported as it is (nearest release: {result.release}). "

@@ -384,6 +384,20 @@ def _refuse_unsupported(config: Any, settings: Settings) -> None:
             f"{config.scheduler_config.scheduler_cls}: remove what replaces it, or unset the variable."
         )
     _refuse_cost_table(config, settings)
+    _refuse_trace_file(config, settings)
+
+
+def _refuse_trace_file(config: Any, settings: Settings) -> None:
+    if settings.trace_file is None or getattr(config.parallel_config, "node_rank", 0) > 0:
+        return  # the scheduler, which writes it, is on the first node
+    try:
+        with open(settings.trace_file, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise SettingsError(
+            f"DFLASH_TRACE_FILE={settings.trace_file} cannot be written ({error.strerror}): name a file in a directory that "
+            "exists and is writable, or unset it."
+        ) from None
 
 
 def _refuse_cost_table(config: Any, settings: Settings) -> None:

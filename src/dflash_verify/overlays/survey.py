@@ -178,7 +178,7 @@ def _judge(manifest: Manifest, found: Found, nearest: str) -> OverlayStatus:
                 manifest.title,
                 "missing",
                 None,
-                f"{gone[0].function} does not exist in {gone[0].file}",
+                f"{gone[0].function} is not in {gone[0].file}, or that file does not parse",
                 targets,
             )
         reason = (
