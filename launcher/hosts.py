@@ -21,6 +21,8 @@ from launcher.errors import LaunchError
 from launcher.settings import DEFAULTS, PLUGIN_PREFIX, HostSettings, Settings
 
 CONNECT_S = 5
+# docker's last line, after the one that says why.
+_ADVICE = re.compile(r"(?:See|Run) '\S+ .*--help'")
 WIND_DOWN_S = 8
 _T = TypeVar("_T")
 
@@ -127,7 +129,8 @@ class Host:
         """One sentence for a failed command; ssh's own failures in words of what to do about them."""
         if self.ssh and result.code == 255:
             return f"{self.name}: {_ssh_failure(result.err, self.ssh)}"
-        lines = [line for line in result.err.splitlines() if line.strip()] or ["no message"]
+        lines = [line for line in result.err.splitlines() if line.strip()]
+        lines = [line for line in lines if not _ADVICE.match(line)] or lines or ["no message"]
         why = next((line for line in lines if "no space left" in line.lower()), lines[-1]).strip().rstrip(".")
         hint = "free some disk space there" if "no space left" in why.lower() else "correct that and try again"
         return f"{self.name}: {doing} failed ({why[:300]}): {hint}."

@@ -120,10 +120,17 @@ def make_env_file(root: Path) -> None:
     path = root / ".env"
     if path.exists():
         return
-    with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
-        path.chmod(0o600)
-        file.write((root / ".env.example").read_text(encoding="utf-8"))
-        print(f"Made {path} from .env.example: hosts, model and widths are set there.")
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            path.chmod(0o600)
+            file.write((root / ".env.example").read_text(encoding="utf-8"))
+    except FileExistsError:
+        return  # another start was faster
+    except OSError as error:
+        raise LaunchError(
+            f"{path} cannot be written ({error.strerror}): make this folder writable, or put a settings file there."
+        ) from None
+    print(f"Made {path} from .env.example: hosts, model and widths are set there.")
 
 
 def show(deployment: Deployment) -> None:

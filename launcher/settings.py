@@ -1,8 +1,8 @@
 """Settings of the launcher: .env, overruled by what is given inline, validated as a whole before anything happens.
 
 A name that is set but empty is the operator's choice: for most it means "vLLM's default", and where that makes no
-sense it is an error. Names with the plugin's prefix are checked here as far as the commands depend on them, and by the
-plugin itself for the rest.
+sense it is an error. Names with the plugin's prefix are checked here too, also while vLLM runs stock: a misspelt
+DFLASH_VERIFY_TOKENS is what makes it run stock.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -149,17 +149,27 @@ def gather(root: Path, environ: Mapping[str, str] | None = None) -> dict[str, st
     environ = os.environ if environ is None else environ
     path = root / ".env"
     from_file = dotenv.read(path if path.exists() else root / ".env.example")
-    _refuse_unknown(from_file)
+    _refuse_unknown(from_file, " in .env")
     values = DEFAULTS | from_file
     inline = [name for name in environ if name in values or name.startswith(PLUGIN_PREFIX)]
+    _refuse_unknown(inline)
     return values | {name: environ[name] for name in inline}
 
 
-def _refuse_unknown(values: Mapping[str, str]) -> None:
-    for name in values:
-        if name not in DEFAULTS and not name.startswith((PLUGIN_PREFIX, *PASSED_ON)):
-            near = difflib.get_close_matches(name, DEFAULTS, n=1, cutoff=0.0)[0]
-            raise LaunchError(f"{name} in .env is not a setting: did you mean {near}? Rename or remove it.")
+def _refuse_unknown(names: Iterable[str], where: str = "") -> None:
+    known = DEFAULTS.keys() | PLUGIN_VARIABLES.keys()
+    for name in names:
+        if name in known or name.startswith(PASSED_ON):
+            continue
+        plugins = name.startswith(PLUGIN_PREFIX)
+        candidates = [n for n in sorted(known) if not plugins or n.startswith(PLUGIN_PREFIX)]
+        near = max(candidates, key=lambda candidate: _likeness(name, candidate))
+        raise LaunchError(f"{name}{where} is not a setting: did you mean {near}? Rename or remove it.")
+
+
+def _likeness(one: str, other: str) -> float:
+    """0 to 1. The prefix says nothing about which of the plugin's variables was meant."""
+    return difflib.SequenceMatcher(None, one.removeprefix(PLUGIN_PREFIX), other.removeprefix(PLUGIN_PREFIX)).ratio()
 
 
 def load(root: Path, environ: Mapping[str, str] | None = None) -> Settings:
@@ -182,9 +192,15 @@ def validate(values: Mapping[str, str]) -> Settings:
     tp_size = check.whole("TP_SIZE", 1, 1024, blank=nodes)
     if tp_size % nodes:
         raise LaunchError(f"TP_SIZE={tp_size} cannot be split over {nodes} hosts: use a multiple of {nodes}.")
+    for name, accepts in PLUGIN_VARIABLES.items():
+        if values.get(name, "").strip():  # blank is unset
+            accepts(check, name)
+    table = values.get("DFLASH_COST_TABLE", "").strip()
+    if runtime == "host" and table and not Path(table).is_file():
+        raise LaunchError(f"DFLASH_COST_TABLE={table} is not a file: correct it, or empty it for the stored table.")
     draft_tokens, plugin = _speculation(check, tp_size)
-    for name in ("MODEL", "BASE_IMAGE"):
-        check.text(name)
+    check.text("MODEL")
+    check.form("BASE_IMAGE", r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "an image, such as name:tag or name@sha256:DIGEST")
     for name in ("MODEL_REVISION", "DRAFT_REVISION", "SERVED_MODEL_NAME", "VLLM_BIN"):
         check.text(name, blank=True)
     check.form("HF_CACHE", r"(?:(?:/|~/|\$HOME/)[^:\n]*)?", "an absolute path, or one that begins with ~/")
@@ -350,3 +366,35 @@ class _Checker:
             found = f"{name}={value!r}" if value else f"{name} is empty, which"
             raise LaunchError(f"{found} is not accepted: use {accepted}.")
         return result
+
+
+def _whole(low: int, high: int) -> Callable[[_Checker, str], object]:
+    return lambda check, name: check.whole(name, low, high)
+
+
+def _switch(check: _Checker, name: str) -> object:
+    return check.choice(name, "0", "1")
+
+
+def _path(check: _Checker, name: str) -> object:
+    # The container has a working directory of its own.
+    return check.form(name, r"(?s:/.*)", "an absolute path, as the server sees it")
+
+
+# Every variable of the plugin and what it accepts, when it is not blank. The plugin's own table needs packages, which a
+# host that only serves does not have; a test compares the two.
+PLUGIN_VARIABLES: Mapping[str, Callable[[_Checker, str], object]] = {
+    "DFLASH_VERIFY_TOKENS": lambda check, name: None,  # depends on the drafter: _verify_tokens
+    "DFLASH_TOKENS": _whole(1, 255),
+    "DFLASH_BLOCK_VERIFY": _switch,
+    "DFLASH_VERIFY_STRICT": _switch,
+    "DFLASH_MAX_GRAPHS": _whole(1, 100_000),
+    "DFLASH_ESTIMATOR": lambda check, name: check.choice(name, "class", "hazard"),
+    "DFLASH_COST_TABLE": _path,
+    "DFLASH_CACHE_DIR": _path,
+    "DFLASH_CONTROL_FILE": _path,
+    "DFLASH_TRACE_FILE": _path,
+    "DFLASH_PROFILE_SECONDS": _whole(0, 3600),
+    "DFLASH_CPU": _switch,
+    "DFLASH_VENV": lambda check, name: None,  # start.sh's own
+}

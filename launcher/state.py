@@ -113,8 +113,14 @@ def known_or_assumed(root: Path) -> Started:
 @contextlib.contextmanager
 def lock(*, take_over: bool) -> Iterator[None]:
     """One start, stop or restart at a time. `take_over`: interrupt the one that runs; a start then cleans up."""
-    folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(folder() / "lock", "a+", encoding="utf-8") as file:
+    try:
+        folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = open(folder() / "lock", "a+", encoding="utf-8")  # noqa: SIM115  (closed below)
+    except OSError as error:
+        raise LaunchError(
+            f"{folder()} cannot be written ({error.strerror}): make it writable, or set XDG_STATE_HOME to another folder."
+        ) from None
+    with file:
         _acquire(file.fileno(), take_over)
         file.seek(0)
         file.truncate()

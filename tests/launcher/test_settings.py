@@ -13,9 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from launcher.errors import LaunchError  # noqa: E402
-from launcher.settings import DEFAULTS, Settings, gather, validate  # noqa: E402
+from launcher.hosts import Host, Result  # noqa: E402
+from launcher.settings import DEFAULTS, PLUGIN_VARIABLES, Settings, gather, validate  # noqa: E402
 
-from launcher import dotenv, ranks  # noqa: E402
+from dflash_verify import settings as plugin  # noqa: E402
+from launcher import dotenv, ranks, serve, state  # noqa: E402
 
 
 def load(**changes: str) -> Settings:
@@ -147,6 +149,16 @@ def test_an_unknown_name_in_the_file_is_an_error_that_names_the_nearest(tmp_path
         ({"DFLASH_VERIFY_TOKENS": "3", "DRAFT_MODEL": ""}, "needs a drafter"),
         ({"DFLASH_BLOCK_VERIFY": "yes"}, "DFLASH_BLOCK_VERIFY='yes'"),
         ({"DFLASH_BLOCK_VERIFY": "1", "DRAFT_MODEL": ""}, "needs a drafter"),
+        ({"DFLASH_MAX_GRAPHS": "-1"}, "DFLASH_MAX_GRAPHS='-1' is not accepted: use a whole number from 1"),
+        ({"DFLASH_ESTIMATOR": "x"}, "DFLASH_ESTIMATOR='x' is not accepted: use class or hazard."),
+        ({"DFLASH_COST_TABLE": "nope"}, "DFLASH_COST_TABLE='nope' is not accepted: use an absolute path"),
+        (
+            {"NODES": "1", "RUNTIME": "host", "DFLASH_COST_TABLE": "/nowhere/costs.json"},
+            "DFLASH_COST_TABLE=/nowhere/costs.json is not a file",
+        ),
+        ({"BASE_IMAGE": "a b"}, "BASE_IMAGE='a b' is not accepted: use an image"),
+        ({"BASE_IMAGE": "--privileged"}, "BASE_IMAGE="),
+        ({"BASE_IMAGE": ""}, "BASE_IMAGE is empty"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_answered_in_one_sentence(changes: dict[str, str], said: str) -> None:
@@ -154,6 +166,101 @@ def test_a_value_that_cannot_be_used_is_answered_in_one_sentence(changes: dict[s
     assert said in sentence
     assert "\n" not in sentence
     assert sentence.endswith(".")
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_misspelt_variable_of_the_plugin_is_named_with_the_nearest_also_without_a_width(
+    tmp_path: Path, inline: bool
+) -> None:
+    name = "DFLASH_VERFY_TOKENS"
+    (tmp_path / ".env").write_text("" if inline else f"{name}=3\n")
+    with pytest.raises(LaunchError, match=rf"^{name}.*did you mean DFLASH_VERIFY_TOKENS\?"):
+        gather(tmp_path, {name: "3"} if inline else {})
+
+
+def test_the_launcher_knows_every_variable_of_the_plugin() -> None:
+    assert set(PLUGIN_VARIABLES) == set(plugin.names())
+
+
+PLAIN = ["0", "1", "2", "00", "7", "255", "256", "3600", "3601", "100000", "100001", "1000000000"]
+PLAIN += [
+    "-1",
+    "+1",
+    "1.0",
+    "1_0",
+    "٣",
+    "x",
+    "yes",
+    "true",
+    "class",
+    "hazard",
+    "Hazard",
+    "auto",
+    "auto:1,3",
+    "auto:",
+    "/a b/c",
+]
+
+
+@pytest.mark.parametrize("name", sorted(set(plugin.names())))
+def test_the_launcher_and_the_plugin_accept_the_same_values(name: str) -> None:
+    ours, theirs = set(), set()
+    for value in PLAIN:
+        try:
+            load(**{"DFLASH_TOKENS": "255", name: value})
+            ours.add(value)
+        except LaunchError:
+            pass
+        try:
+            plugin.load({name: value})
+            theirs.add(value)
+        except plugin.SettingsError:
+            pass
+    # Of paths the plugin takes any text; in a container a relative one leads nowhere. DFLASH_VENV is for this host only.
+    if "/a b/c" in theirs and name != "DFLASH_VENV":
+        theirs = {value for value in theirs if value.startswith("/")}
+    assert ours == theirs
+    assert ours
+
+
+def test_what_has_a_value_in_the_example_file_needs_one_but_for_the_drafter() -> None:
+    assert "needs one, but for DRAFT_MODEL" in (ROOT / ".env.example").read_text().replace("\n# ", " ")
+    for name in (name for name, value in DEFAULTS.items() if value):
+        if name == "DRAFT_MODEL":
+            assert load(DRAFT_MODEL="").draft_tokens == 0
+        else:
+            assert refusal(**{name: ""}).startswith(f"{name} is empty")
+
+
+@pytest.mark.parametrize(
+    "name", ["vllm/vllm-openai:v0.33.0", "localhost:5000/a_b/c--d@sha256:" + "0" * 64, "0a1b2c3d4e5f"]
+)
+def test_an_image_is_named_as_docker_names_them(name: str) -> None:
+    assert load(BASE_IMAGE=name)["BASE_IMAGE"] == name
+
+
+@pytest.mark.parametrize("advice", ["Run 'docker run --help' for more information", "See 'docker run --help'."])
+def test_dockers_own_reason_is_shown_and_not_its_advice_to_read_the_help(advice: str) -> None:
+    reason = "docker: Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?"
+    said = Host("head").complaint(Result(125, "", f"{reason}\n\n{advice}"), "planning in the image")
+    assert reason in said
+    assert "--help" not in said
+
+
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a folder that nobody may write, also not root")
+def test_a_clone_that_cannot_be_written_is_one_sentence() -> None:
+    with pytest.raises(LaunchError, match=r"^/sys/kernel/\.env cannot be written \(.*\): .*\.$"):
+        serve.make_env_file(Path("/sys/kernel"))
+
+
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a folder that nobody may write, also not root")
+def test_a_state_folder_that_cannot_be_written_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/sys/kernel")
+    with (
+        pytest.raises(LaunchError, match=r"^/sys/kernel/vllm-launcher cannot be written \(.*\): .*\.$"),
+        state.lock(take_over=False),
+    ):
+        pass
 
 
 @hypothesis_settings(deadline=None)
