@@ -48,21 +48,25 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _run(root: Path, command: str, words: list[str]) -> int:
+    shows = [] if command == watch.WORD else ["--dry-run"]
+    for word in words:
+        if command in OPTIONS and word not in [*OPTIONS[command], *shows]:
+            known = " ".join([*OPTIONS[command], *shows]) or "nothing"
+            raise LaunchError(f"{command} does not know {word!r}: it takes {known}.")
     dry_run = "--dry-run" in words
     words = [word for word in words if word != "--dry-run"]
-    for word in words:
-        if command in OPTIONS and word not in OPTIONS[command]:
-            known = " ".join([*OPTIONS[command], "--dry-run"])
-            raise LaunchError(f"{command} does not know {word!r}: it takes {known}.")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # progress, also through a pipe
     commands: dict[str, Callable[[], int]] = {
         "start": lambda: serve.start(root, dry_run=dry_run),
         "stop": lambda: serve.stop(root, dry_run=dry_run),
         "restart": lambda: serve.restart(root, dry_run=dry_run),
-        "status": lambda: report.status(root),
+        "status": lambda: report.status(root, dry_run=dry_run),
         "logs": lambda: report.logs(
-            root, "worker" if "worker" in words else "head", follow=bool({"-f", "--follow"} & set(words))
+            root,
+            "worker" if "worker" in words else "head",
+            follow=bool({"-f", "--follow"} & set(words)),
+            dry_run=dry_run,
         ),
         "check": lambda: tools.check(root, words, dry_run=dry_run),
         "plan": lambda: tools.plan(root, words, dry_run=dry_run),

@@ -14,21 +14,28 @@ LOG_S = 60
 GPU = "nvidia-smi --query-gpu=temperature.gpu --format=csv,noheader,nounits 2>/dev/null | paste -sd, - || true"
 
 
-def status(root: Path) -> int:
+def status(root: Path, *, dry_run: bool = False) -> int:
     """One line per rank, then health; 0 if everything runs and answers."""
     started = state.known_or_assumed(root)
     kind = runtime(started.runtime)
     names = {role: name for role, _, name in started.containers}
 
-    def ask(host: Host) -> tuple[bool, str]:
+    def question(host: Host) -> str:
         name = names[host.role]
         # One connection for all of it: state, digest, temperature, a line each.
-        text = (
+        return (
             f"inspect() {{\n{kind.inspect(name)}\n}}\nplan() {{\n{kind.grep(name, digests.GREP)}\n}}\n"
             'state=$(inspect) || exit 1\necho "$state" | head -n 1\n'
             "plan 2>/dev/null | head -n 1 | tr -d '\\n'; echo\n" + GPU
         )
-        result = host.run(text, ASK_S)
+
+    if dry_run:
+        for host in hosts_of(started):
+            print(f"# {host.name}\n{question(host)}\n")
+        return 0
+
+    def ask(host: Host) -> tuple[bool, str]:
+        result = host.run(question(host), ASK_S)
         if not result.ok:
             return False, f"unknown    {host.complaint(result, 'asking').partition(': ')[2]}"
         found, plan, temperature = [*result.out.split("\n"), "", "", ""][:3]
@@ -48,7 +55,7 @@ def status(root: Path) -> int:
     return 0 if healthy and all(running for running, _ in answers) else 1
 
 
-def logs(root: Path, role: str, *, follow: bool) -> int:
+def logs(root: Path, role: str, *, follow: bool, dry_run: bool = False) -> int:
     """The end of one rank's log; what was kept of it when its container is gone."""
     started = state.known_or_assumed(root)
     by_role = {host.role: host for host in hosts_of(started)}
@@ -58,6 +65,9 @@ def logs(root: Path, role: str, *, follow: bool) -> int:
     host = by_role[role]
     name = next(name for known, _, name in started.containers if known == role)
     text = runtime(started.runtime).logs(name, 200, follow)
+    if dry_run:
+        print(f"# {host.name}\n{text}")
+        return 0
     if follow:
         process = host.begin(text)
         try:

@@ -75,7 +75,10 @@ def plan(root: Path, arguments: Sequence[str], *, dry_run: bool) -> int:
     bundle = plugin.make(root)
     head = hosts_of(settings)[0]
     head.must(bundle.unpack_script(), COPY_S, "copying the plugin")
-    print(head.must(ranks.tool(settings, bundle, words, gpu=False), PLAN_S, "planning in the image"))
+    if settings["RUNTIME"] == "host":
+        print(head.must(_with_vllm(settings, bundle, words), PLAN_S, "planning"))
+    else:
+        print(head.must(ranks.tool(settings, bundle, words, gpu=False), PLAN_S, "planning in the image"))
     return 0
 
 

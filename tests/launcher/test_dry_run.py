@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,13 +159,92 @@ def test_bench_asks_the_server_of_the_settings_and_hides_its_key(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["strat"], "unknown command 'strat'"), (["start", "--dryrun"], "--dry-run"), (["logs", "wrker"], "head worker")],
+    [
+        (["strat"], "unknown command 'strat'"),
+        (["start", "--dryrun"], "--dry-run"),
+        (["logs", "wrker"], "head worker"),
+        (["setup", "--dry-run"], "setup does not know '--dry-run'"),
+        (["setup", "--foo"], "setup does not know '--foo'"),
+        (["demo", "--dry-run"], "demo does not know '--dry-run'"),
+        (["watch-ranks", "--dry-run"], "watch-ranks does not know '--dry-run'"),
+        (["--dry-run", "strat"], "unknown command 'strat'"),
+    ],
 )
 def test_a_word_that_is_not_known_is_named(tmp_path: Path, words: list[str], said: str) -> None:
     done = launch(checkout(tmp_path / "clone"), *words)
     assert done.returncode == 1
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_dry_run_of_status_and_logs_prints_what_they_would_ask_and_asks_nothing(tmp_path: Path) -> None:
+    folder = checkout(tmp_path / "clone", "WORKER_HOST=user@nowhere.invalid\n")
+    before = tree(tmp_path)
+    status = launch(folder, "status", "--dry-run")
+    assert status.returncode == 0
+    head, worker = status.stdout.split("# worker (user@nowhere.invalid)")
+    assert "docker inspect" in head
+    assert "vllm-worker" in worker
+    assert "health" not in status.stdout
+    logs = launch(folder, "logs", "worker", "-f", "--dry-run")
+    assert logs.returncode == 0
+    assert logs.stdout.splitlines()[0] == "# worker (user@nowhere.invalid)"
+    assert "docker logs --follow --tail 200 vllm-worker" in logs.stdout
+    assert tree(tmp_path) == before
+
+
+def test_the_option_may_come_before_the_command(tmp_path: Path) -> None:
+    folder = checkout(tmp_path / "clone")
+    first, last = (launch(folder, *words) for words in (("--dry-run", "stop"), ("stop", "--dry-run")))
+    assert first.returncode == 0
+    assert "docker stop" in first.stdout
+    assert first.stdout == last.stdout
+
+
+def test_start_sh_works_through_a_symbolic_link(tmp_path: Path) -> None:
+    folder = checkout(tmp_path / "clone", "MODEL=from/the-clone\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "serve").symlink_to("../clone/start.sh")
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [str(tmp_path / "bin" / "serve"), "--dry-run"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "serve from/the-clone" in done.stdout
+    assert done.stdout == launch(folder, "--dry-run").stdout
+
+
+def test_a_misspelt_variable_is_one_sentence_before_anything_is_printed(tmp_path: Path) -> None:
+    done = launch(checkout(tmp_path / "clone"), "--dry-run", NODES="1", DFLASH_VERFY_TOKENS="3")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "did you mean DFLASH_VERIFY_TOKENS?" in done.stderr
+
+
+def test_plan_without_docker_runs_in_the_python_of_the_servers_vllm(tmp_path: Path) -> None:
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    # A host's own Python has no packages.
+    bare = getattr(sys, "_base_executable", sys.executable)
+    programs = {
+        "python3": f'exec "{bare}" "$@"',
+        "python": 'echo "planned by the python of vllm: $*"',
+        "vllm": "exit 1",
+        "docker": "exit 1",
+    }
+    for name, text in programs.items():
+        (bin_ / name).write_text(f"#!/bin/sh\n{text}\n")
+        (bin_ / name).chmod(0o755)
+    inline = {"NODES": "1", "RUNTIME": "host", "DFLASH_VERIFY_TOKENS": "3", "PATH": f"{bin_}:/usr/bin:/bin"}
+    done = launch(checkout(tmp_path / "clone"), "plan", **inline)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("planned by the python of vllm: -m dflash_verify.cli plan --verify-tokens 3")
+
+
+def test_usage_says_what_plan_needs(tmp_path: Path) -> None:
+    said = launch(checkout(tmp_path / "clone"), "help").stdout
+    assert re.search(r"plan .*\n? .*\.venv.*docker and the image", said)
 
 
 def test_the_first_start_makes_a_private_settings_file(tmp_path: Path) -> None:
