@@ -24,7 +24,7 @@ import tomllib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -34,66 +34,11 @@ from dflash_verify.bench.records import Cell, Store
 from dflash_verify.bench.runner import Runner, cells_of, run_visit, wait_ready
 from dflash_verify.bench.workloads import Workload
 
-EXAMPLE = """\
-# dflash-verify bracket --config bracket.toml --out results/bracket
-# The classic bracket: full width, narrow width, narrow proposal, full width again.
-url = "http://127.0.0.1:8000"
-workloads = ["structured", "code", "prose"]
-concurrency = [1, 2, 4]
-passes = 2                      # the order of the inner arms is reversed in every second pass
-max_num_seqs = [2, 4]           # one bracket each; only with start or restart commands
-ready_timeout_s = 1800
+# Between two lines that say that a server is still awaited.
+STILL_WAITING_S = 30.0
 
-# The commands below run with the arm's env. ./start.sh restart is an example; any command will do.
-[[arm]]
-name = "A1"
-verify = 7
-draft = 7
-restart = "./start.sh restart"
-env = { DFLASH_TOKENS = "7", DFLASH_VERIFY_TOKENS = "7" }
 
-[[arm]]
-name = "B"
-verify = 3
-draft = 7
-restart = "./start.sh restart"
-env = { DFLASH_TOKENS = "7", DFLASH_VERIFY_TOKENS = "3" }
-
-[[arm]]
-name = "C"
-verify = 3
-draft = 3
-restart = "./start.sh restart"
-env = { DFLASH_TOKENS = "3", DFLASH_VERIFY_TOKENS = "3" }
-
-[[arm]]
-name = "A2"
-verify = 7
-draft = 7
-restart = "./start.sh restart"
-env = { DFLASH_TOKENS = "7", DFLASH_VERIFY_TOKENS = "7" }
-
-# On request:
-# [[arm]]
-# name = "auto"
-# verify = "auto"
-# draft = 7
-# restart = "./start.sh restart"
-# env = { DFLASH_TOKENS = "7", DFLASH_VERIFY_TOKENS = "auto" }
-#
-# [[arm]]
-# name = "off"                  # no speculation
-# verify = 0
-# draft = 0
-# restart = "./start.sh restart"
-# env = { DFLASH_TOKENS = "0" }
-#
-# Live arms instead, on one server started with DFLASH_CONTROL_FILE=/path/control.json:
-# control_file = "/path/control.json"
-# [[arm]]
-# name = "A1"
-# width = 7
-"""
+Width = Annotated[int, Field(ge=0)]
 
 
 class Arm(BaseModel):
@@ -103,9 +48,9 @@ class Arm(BaseModel):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
     # What the arm claims; an audit compares it with the widths the server counted.
-    verify: int | Literal["auto", "stock"] | None = None
-    draft: int | None = None
-    width: int | Literal["auto", "stock"] | None = None
+    verify: Width | Literal["auto", "stock"] | None = None
+    draft: Width | None = None
+    width: Width | Literal["auto", "stock"] | None = None
     restart: str | None = None
     start: str | None = None
     env: dict[str, str] = Field(default_factory=dict)
@@ -120,6 +65,9 @@ class Arm(BaseModel):
             )
         if self.env and self.width is not None:
             raise ValueError(f"arm {self.name!r}: env has no effect on a live arm; use start or restart")
+        widest = max((w for w in (self.verify, self.width) if isinstance(w, int)), default=0)
+        if self.draft is not None and widest > self.draft:
+            raise ValueError(f"arm {self.name!r}: width {widest} is wider than its draft width {self.draft}")
         return self
 
     @property
@@ -170,6 +118,11 @@ class Config(BaseModel):
         if self.max_num_seqs and any(arm.width is not None for arm in self.arm):
             raise ValueError("max_num_seqs cannot change on a live server; use start or restart in every arm")
         return self
+
+    @property
+    def live(self) -> bool:
+        """Every arm is switched on a server that runs already."""
+        return all(arm.width is not None for arm in self.arm)
 
     @property
     def baseline_names(self) -> tuple[str, ...]:
@@ -238,12 +191,32 @@ def order_of(config: Config, pass_index: int) -> list[Arm]:
 
 def write_control_file(path: Path, width: int | str) -> None:
     """Tell a running server its width; in one piece, because the scheduler may read at any moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
         json.dump({"width": width}, file)
     # mkstemp's 0600 would hide it from a server that runs as another user.
     Path(file.name).chmod(0o644)
     Path(file.name).replace(path)
+
+
+def check_control_file(path: Path) -> None:
+    """BenchError unless the control file can be written here, as switching a live server needs."""
+    if not path.parent.is_dir():
+        raise BenchError(
+            f"There is no directory {path.parent} for the control file {path.name}; "
+            "pass the path that the server has in DFLASH_CONTROL_FILE, on a machine that shares it."
+        )
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise BenchError(
+            f"The control file {path} cannot be written here; pass the path that the server has in DFLASH_CONTROL_FILE, "
+            "in a directory that this user may write to."
+        )
+
+
+async def check_live(config: Config, api_key: str | None) -> None:
+    """BenchError when a server that the bracket does not start does not answer: before anything is written."""
+    for url in sorted({arm.url or config.url for arm in config.arm}):
+        async with Endpoint(url, model=config.model, api_key=api_key) as endpoint:
+            await endpoint.describe()
 
 
 async def switch_live(endpoint: Endpoint, path: Path, arm: Arm, *, timeout_s: float = 10.0) -> None:
@@ -322,9 +295,17 @@ async def server_of(
                         stdin=subprocess.DEVNULL,
                         start_new_session=True,
                     )
-            ready = asyncio.create_task(wait_ready(endpoint, config.ready_timeout_s))
+            # A live server runs already, or nothing here will start it.
+            timeout_s = 0.0 if arm.width is not None else config.ready_timeout_s
+            ready = asyncio.create_task(wait_ready(endpoint, timeout_s))
+            start_s = said_s = time.monotonic()
+            if timeout_s:
+                say(f"{arm.label}: waiting up to {timeout_s:g} s for {url}")
             while not ready.done():
                 await asyncio.wait({ready}, timeout=0.5)
+                if not ready.done() and time.monotonic() - said_s > STILL_WAITING_S:
+                    said_s = time.monotonic()
+                    say(f"{arm.label}: still waiting after {said_s - start_s:.0f} s")
                 if child is not None and child.poll() is not None and not ready.done():
                     ready.cancel()
                     raise BenchError(

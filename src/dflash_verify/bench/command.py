@@ -202,8 +202,20 @@ def bench(url: str, model: str | None, api_key: str | None, stall_s: float, **op
     type=click.Path(dir_okay=False, path_type=Path),
     help="Without --config: the running server's DFLASH_CONTROL_FILE; arms A1 full, B narrow, A2 full switch live.",
 )
-@click.option("--draft", default=7, show_default=True, help="Without --config: the draft width N of the server.")
-@click.option("--narrow", default=3, show_default=True, help="Without --config: the narrow verify width.")
+@click.option(
+    "--draft",
+    type=click.IntRange(1),
+    default=7,
+    show_default=True,
+    help="Without --config: the draft width N of the server.",
+)
+@click.option(
+    "--narrow",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Without --config: the narrow verify width.",
+)
 @click.option("--auto/--no-auto", default=False, help="Without --config: also measure the automatic width.")
 @click.option("--passes", type=click.IntRange(1), help="Rounds over all arms; the order alternates.")
 @click.option("--report/--no-report", "with_report", default=True, help="Write report.html and report.png at the end.")
@@ -227,17 +239,26 @@ def bracket(
 
     Start it again with the same --out to resume: complete runs are kept. Writes report.html and report.png.
     """
-    from dflash_verify.bench.bracket import EXAMPLE, Config, live_config, load_config, run_bracket
-    from dflash_verify.bench.endpoint import Endpoint
+    from dflash_verify.bench.example import EXAMPLE
+
+    if example:
+        click.echo(EXAMPLE, nl=False)
+        return
+    from dflash_verify.bench.bracket import (
+        Config,
+        check_control_file,
+        check_live,
+        live_config,
+        load_config,
+        run_bracket,
+    )
+    from dflash_verify.bench.endpoint import Endpoint, check_key
     from dflash_verify.bench.gpu import Gpus
     from dflash_verify.bench.records import Store
     from dflash_verify.bench.report import write_report
     from dflash_verify.bench.runner import Options, Runner
     from dflash_verify.bench.workloads import choose
 
-    if example:
-        click.echo(EXAMPLE, nl=False)
-        return
     given = click.get_current_context().get_parameter_source
     overrides = {
         key: value
@@ -260,6 +281,10 @@ def bracket(
         if config is not None:
             plan = Config.model_validate({**load_config(config).model_dump(), **overrides})
         elif control_file is not None:
+            if narrow > draft:
+                raise errors.BenchError(
+                    f"--narrow {narrow} is wider than --draft {draft}: a server verifies at most what was proposed."
+                )
             plan = live_config(control_file.absolute(), draft, narrow, auto=auto, **overrides)
         else:
             raise errors.BenchError(
@@ -281,6 +306,12 @@ def bracket(
             baselines=plan.baseline_names,
             differs_in=plan.differs_in,
         )
+        check_key(api_key)
+        if plan.control_file is not None:
+            check_control_file(plan.control_file)
+        # What is complete needs no server to be shown again.
+        if plan.live and not (out / "manifest.json").exists():
+            await check_live(plan, api_key)
         store = Store(out, manifest)
 
         def make_runner(endpoint: Endpoint) -> Runner:

@@ -144,6 +144,15 @@ class Stream:
     error: str | None
 
 
+def check_key(api_key: str | None) -> None:
+    """BenchError when a key cannot travel in an HTTP header; the key is not repeated."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise BenchError(
+            "The key of --api-key or OPENAI_API_KEY has a character that no HTTP header can carry, "
+            "expected printable ASCII; copy it again."
+        )
+
+
 class Endpoint:
     """A server under measurement; use as an async context manager.
 
@@ -156,6 +165,7 @@ class Endpoint:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = model or ""
         self.stall_s = stall_s
+        check_key(api_key)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._client = httpx.AsyncClient(
             base_url=self.url,

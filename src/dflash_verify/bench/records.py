@@ -16,7 +16,33 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from pydantic import BaseModel, Field, ValidationError
+
 from dflash_verify.bench.errors import BenchError
+from dflash_verify.bench.workloads import Workload
+
+
+class _Named(BaseModel):
+    name: str
+
+
+class _Options(BaseModel):
+    seed: int
+    warmups: int
+    keep_prefix_cache: bool
+
+
+class _Manifest(BaseModel):
+    """What every reader of a manifest relies on; a run directory comes from elsewhere as often as from here."""
+
+    created: float
+    arms: list[_Named] = Field(min_length=1)
+    baselines: list[str]
+    passes: int
+    max_num_seqs: list[int]
+    concurrency: list[int]
+    workloads: list[Workload] = Field(min_length=1)
+    options: _Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +102,7 @@ class Store:
         # Through JSON and back: tuples become lists.
         plan = json.loads(json.dumps(manifest))
         if path.exists():
-            found = json.loads(path.read_text())
+            found = _json_object(path)
             changed = sorted(k for k in {*found, *plan} - {"created", "url"} if found.get(k) != plan.get(k))
             if changed:
                 raise BenchError(
@@ -152,12 +178,36 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise BenchError(
             f"{directory} is no run directory: it has no manifest.json. Pass the --out of bench or bracket."
         )
-    manifest: dict[str, Any] = json.loads(path.read_text())
+    manifest = _json_object(path)
+    try:
+        _Manifest.model_validate(manifest)
+    except ValidationError as error:
+        lacking = [str(e["loc"][0]) for e in error.errors() if e["type"] == "missing" and len(e["loc"]) == 1]
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        found = f"it lacks {', '.join(lacking)}" if lacking else f"{where}: {first['msg']}"
+        raise BenchError(
+            f"{path} is not that of a run: {found}. Pass the --out of bench or bracket, with the manifest it wrote."
+        ) from None
     return manifest
 
 
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BenchError(f"{path} is not JSON ({error}); it was damaged after the run wrote it.") from None
+    if not isinstance(found, dict):
+        raise BenchError(f"{path} is not that of a run: found a {type(found).__name__}, expected an object.")
+    return found
+
+
 def read_lines(directory: Path) -> list[str]:
-    return (directory / "records.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+    path = directory / "records.jsonl"
+    try:
+        return path.read_text(encoding="utf-8").split("\n")[:-1]
+    except UnicodeDecodeError as error:
+        raise BenchError(f"{path} is not UTF-8 (byte {error.start}); it was damaged after the run wrote it.") from None
 
 
 def read_records(directory: Path) -> list[dict[str, Any]]:

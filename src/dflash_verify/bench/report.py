@@ -9,7 +9,7 @@ from typing import Any
 
 from dflash_verify.bench.charts import DARK, LIGHT, charts, png, svg_data_url
 from dflash_verify.bench.errors import BenchError
-from dflash_verify.bench.records import read_manifest, read_records
+from dflash_verify.bench.records import broken_links, read_manifest, read_records
 from dflash_verify.bench.stats import Interval
 from dflash_verify.bench.summary import Comparison, Row, Summary, summarise
 from dflash_verify.bench.verdict import arm_labels, percent, sentences
@@ -21,11 +21,25 @@ def write_report(directory: Path, mixed_file: Path | None = None) -> tuple[Path,
     mixed_file: result of `dflash-verify mixed`, default mixed.json in the directory if it is there.
     """
     manifest, records = read_manifest(directory), read_records(directory)
+    try:
+        return _write(directory, mixed_file, manifest, records)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError):
+        if broken := broken_links(records):
+            raise BenchError(
+                f"{directory / 'records.jsonl'}:{broken[0]} was changed after it was written, and no report can be made "
+                "of it; `dflash-verify report --audit` names all that does not fit."
+            ) from None
+        raise
+
+
+def _write(
+    directory: Path, mixed_file: Path | None, manifest: dict[str, Any], records: list[dict[str, Any]]
+) -> tuple[Path, Path]:
     summary = summarise(manifest, records)
     if not summary.rows:
         raise BenchError(f"{directory} has no complete run to report; resume the measurement first.")
     mixed_file = mixed_file or directory / "mixed.json"
-    mixed = json.loads(mixed_file.read_text()) if mixed_file.exists() else None
+    mixed = _read_mixed(mixed_file) if mixed_file.exists() else None
     html_path, png_path = directory / "report.html", directory / "report.png"
     drawn = charts(manifest, records, summary)
     html_path.write_text(_html(manifest, records, summary, drawn, mixed), encoding="utf-8")
@@ -35,6 +49,18 @@ def write_report(directory: Path, mixed_file: Path | None = None) -> tuple[Path,
         png(drawn, "\n".join(_wrapped(verdict[:4])), f"{facts['model']} on vLLM {facts['version']}, {_day(manifest)}")
     )
     return html_path, png_path
+
+
+def _read_mixed(path: Path) -> dict[str, Any]:
+    """What the page shows of a mixed.json, or BenchError."""
+    try:
+        mixed: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _mixed(mixed)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise BenchError(
+            f"{path} is not a result of `dflash-verify mixed` ({type(error).__name__}: {error}); measure it again."
+        ) from None
+    return mixed
 
 
 def _wrapped(paragraphs: list[str], width: int = 140) -> list[str]:

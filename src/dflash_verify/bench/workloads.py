@@ -107,7 +107,11 @@ def choose(names: tuple[str, ...], prompts_file: Path | None, **override: Any) -
 
 def _from_file(path: Path) -> Workload:
     prompts = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BenchError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8.") from None
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         if path.suffix == ".jsonl":

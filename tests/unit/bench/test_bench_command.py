@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from dflash_verify.bench.records import read_records
 
 
@@ -203,6 +205,27 @@ def test_own_prompts_replace_the_presets(serve, cli, quick, tmp_path):
     assert result.exit_code == 0
     asked = {r["messages"][0]["content"] for r in server.behaviour.requests[1:]}
     assert asked == {"first", "second"}
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+def test_prompts_that_are_not_utf8_are_refused(cli, tmp_path, name):
+    prompts = tmp_path / name
+    prompts.write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
+    result = cli("bench", "--url", "http://127.0.0.1:1", "--prompts", prompts, "--out", tmp_path / "run")
+    assert result.exit_code == 1
+    assert f"{prompts} is not UTF-8" in result.output
+
+
+@pytest.mark.parametrize("key", ["é", "a\nb"])
+@pytest.mark.parametrize("command", ["bench", "bracket"])
+def test_a_key_that_no_header_can_carry_is_refused_unprinted(cli, tmp_path, key, command):
+    out = tmp_path / "run"
+    arms = ("--control-file", tmp_path / "c.json") if command == "bracket" else ()
+    result = cli(command, "--url", "http://127.0.0.1:1", "--api-key", key, *arms, "--out", out)
+    assert result.exit_code == 1
+    assert "The key of --api-key or OPENAI_API_KEY" in result.output
+    assert "é" not in result.output
+    assert not out.exists()
 
 
 def test_a_list_of_numbers_is_checked(cli):

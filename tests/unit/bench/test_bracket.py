@@ -1,14 +1,17 @@
 """Arms, their order, switching a live server, commands of their own, resuming and auditing."""
 
 import json
+import re
 import shutil
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
-from dflash_verify.bench.bracket import EXAMPLE, Arm, Config, command_env, load_config, order_of, plan_visits
+from dflash_verify.bench.bracket import Arm, Config, command_env, load_config, order_of, plan_visits
 from dflash_verify.bench.errors import BenchError
+from dflash_verify.bench.example import EXAMPLE
 from dflash_verify.bench.records import line_of, read_records
 from dflash_verify.bench.workloads import presets
 
@@ -34,6 +37,25 @@ def test_the_example_is_a_valid_config_with_a_bracketed_baseline(tmp_path):
     assert len(visits) == 2 * 2 * 4
 
 
+def with_every_arm(example):
+    """The example with its arms on request, and the line that they need, switched on; live arms are left out."""
+    return re.sub(r"(?m)^# (?=\[\[|\w+ = )", "", example.partition("# Live arms instead")[0])
+
+
+def test_start_sh_takes_the_env_of_every_arm_in_the_example(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
+    from launcher.settings import DEFAULTS, validate
+
+    config = Config.model_validate(tomllib.loads(with_every_arm(EXAMPLE)))
+    assert [arm.name for arm in config.arm] == ["A1", "B", "C", "A2", "auto", "off"]
+    for arm in config.arm:
+        # Whatever width .env serves with, the arm decides.
+        settings = validate(DEFAULTS | {"DFLASH_VERIFY_TOKENS": "3"} | arm.env)
+        assert settings.draft_tokens == arm.draft
+        assert settings.widths_asked == ("" if arm.name == "off" else str(arm.verify))
+    assert {name for arm in config.arm for name in arm.env} <= set(config.differs_in)
+
+
 def test_every_second_pass_reverses_the_arms_between_the_baselines():
     assert [a.name for a in order_of(live(), 0)] == ["A1", "B", "C", "A2"]
     assert [a.name for a in order_of(live(), 1)] == ["A1", "C", "B", "A2"]
@@ -55,6 +77,8 @@ def test_one_baseline_is_enough_if_there_is_no_second():
         ({"baselines": ("X",)}, "are no arms"),
         ({"arm": ({"name": "A", "width": 7, "env": {"A": "1"}}, {"name": "B", "width": 3})}, "env has no effect"),
         ({"colour": 1}, "Extra inputs"),
+        ({"arm": ({"name": "A", "width": 9, "draft": 7}, {"name": "B", "width": 3})}, "wider than its draft width 7"),
+        ({"arm": ({"name": "A", "width": -1}, {"name": "B", "width": 3})}, "greater than or equal to 0"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused_with_its_reason(change, message, tmp_path):
@@ -305,12 +329,81 @@ def test_a_live_bracket_needs_the_plugin(serve, cli, quick, tmp_path):
     assert "exports no dflash_verify_* counters" in result.output
 
 
+def test_a_live_bracket_without_a_server_says_so_at_once_and_leaves_nothing(cli, quick, tmp_path):
+    out = tmp_path / "run"
+    result = cli(
+        *("bracket", "--url", "http://127.0.0.1:1", "--control-file", tmp_path / "c.json", "-w", "code", *quick),
+        *("--out", out),
+    )
+    assert result.exit_code == 1
+    assert "No server answers at http://127.0.0.1:1" in result.output
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--narrow", 9), "--narrow 9 is wider than --draft 7"),
+        (("--narrow", 0), "0 is not in the range x>=1"),
+        (("--draft", -1), "-1 is not in the range x>=1"),
+    ],
+)
+def test_widths_that_cannot_be_are_refused_before_the_server_is_asked(cli, tmp_path, arguments, message):
+    out = tmp_path / "run"
+    result = cli(
+        *("bracket", "--url", "http://127.0.0.1:1", "--control-file", tmp_path / "c.json", *arguments, "--out", out)
+    )
+    assert result.exit_code
+    assert message in result.output
+    assert not out.exists()
+
+
+def test_a_control_file_in_a_missing_directory_is_refused_before_the_server_is_asked(cli, tmp_path):
+    out = tmp_path / "run"
+    control = tmp_path / "none" / "c.json"
+    result = cli("bracket", "--url", "http://127.0.0.1:1", "--control-file", control, "--out", out)
+    assert result.exit_code == 1
+    assert f"There is no directory {tmp_path / 'none'} for the control file" in result.output
+    assert not out.exists()
+    assert not control.parent.exists()
+
+
+def test_waiting_for_a_server_that_restarts_is_said(cli, quick, tmp_path, monkeypatch):
+    from dflash_verify.bench import bracket
+
+    monkeypatch.setattr(bracket, "STILL_WAITING_S", 0.0)
+    config = tmp_path / "b.toml"
+    config.write_text(
+        'url = "http://127.0.0.1:1"\nready_timeout_s = 1.2\n'
+        '[[arm]]\nname = "A"\nverify = 7\nrestart = "true"\n[[arm]]\nname = "B"\nverify = 3\nrestart = "true"\n'
+    )
+    result = cli("bracket", "--config", config, "-w", "code", *quick, "--out", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "A 7: waiting up to 1.2 s for http://127.0.0.1:1" in result.output
+    assert "A 7: still waiting after " in result.output
+    assert "No server answers at http://127.0.0.1:1" in result.output
+
+
 def test_a_bracket_without_arms_says_how_to_get_some(cli, tmp_path):
     result = cli("bracket", "--out", tmp_path / "run")
     assert result.exit_code == 1
     assert "--control-file" in result.output
     assert "--example" in result.output
     assert cli("bracket", "--example").output == EXAMPLE
+
+
+def test_the_example_is_printed_without_the_extra():
+    """In a process of its own: here every package has been imported already."""
+    import subprocess
+
+    code = (
+        "import sys\n"
+        "for name in ('httpx', 'prometheus_client', 'jsonschema', 'jinja2', 'matplotlib'): sys.modules[name] = None\n"
+        "from dflash_verify.cli import main\n"
+        "main(['bracket', '--example'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, EXAMPLE), done.stderr
 
 
 def test_texts_that_differ_at_temperature_0_are_said(serve, cli, quick, tmp_path):

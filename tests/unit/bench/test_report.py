@@ -97,6 +97,63 @@ def test_a_directory_without_runs_is_refused(cli, tmp_path):
     assert "is no run directory" in result.output
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"{oops", "manifest.json is not JSON"),
+        (b"\xff\xfe", "manifest.json is not JSON"),
+        (b"{}", "manifest.json is not that of a run: it lacks"),
+        (b"[]", "manifest.json is not that of a run: found a list, expected an object"),
+    ],
+)
+@pytest.mark.parametrize("option", [(), ("--audit",)])
+def test_a_broken_manifest_is_named_in_one_sentence(run, cli, tmp_path, text, message, option):
+    import shutil
+
+    copied = shutil.copytree(run, tmp_path / "run")
+    (copied / "manifest.json").write_bytes(text)
+    result = cli("report", *option, copied)
+    assert result.exit_code == 1
+    assert message in result.output
+    assert "Error: '" not in result.output  # no KeyError dressed up
+
+
+@pytest.mark.parametrize("change", [{"workloads": [{}]}, {"arms": {}}, {"created": "x"}, {"options": []}])
+def test_a_manifest_with_a_value_of_the_wrong_form_is_named(run, cli, tmp_path, change):
+    import shutil
+
+    copied = shutil.copytree(run, tmp_path / "run")
+    path = copied / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    result = cli("report", copied)
+    assert result.exit_code == 1
+    assert f"manifest.json is not that of a run: {next(iter(change))}" in result.output
+
+
+def test_records_that_lack_a_field_are_named(run, cli, tmp_path):
+    import shutil
+
+    copied = shutil.copytree(run, tmp_path / "run")
+    path = copied / "records.jsonl"
+    path.write_text(path.read_text().replace('"completion_tokens"', '"tokens"'))
+    result = cli("report", copied)
+    assert result.exit_code == 1
+    assert "was changed after it was written" in result.output
+    path.write_bytes(b"\xff\n")
+    result = cli("report", copied)
+    assert result.exit_code == 1
+    assert "records.jsonl is not UTF-8" in result.output
+
+
+@pytest.mark.parametrize("text", ["{oops", "[]", "{}"])
+def test_a_mixed_file_that_is_none_is_named(run, cli, tmp_path, text):
+    path = tmp_path / "mixed.json"
+    path.write_text(text)
+    result = cli("report", run, "--mixed", path)
+    assert result.exit_code == 1
+    assert f"{path} is not a result of `dflash-verify mixed`" in result.output
+
+
 PROBE = """<iframe id="f" style="width:WIDTHpx;height:3000px;border:0"></iframe><pre id="o"></pre><script>
 const f = document.getElementById("f");
 f.onload = () => {
