@@ -5,6 +5,7 @@ python bench/width/scenarios.py [--delay 1|2] [--estimator class|hazard]
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ def main() -> None:
     parser.add_argument("--delay", type=int, default=1, choices=(1, 2))
     parser.add_argument("--estimator", choices=sorted(ESTIMATORS), default="class")
     arguments = parser.parse_args()
+    if not (SCENARIOS / "reference.json").is_file():
+        sys.exit(f"{SCENARIOS} has no reference.json; expected the repository's scenarios, so run this in a clone")
     reference = json.loads((SCENARIOS / "reference.json").read_text())
     against = {
         "best static": lambda r: r["best_static"]["tok_s"],

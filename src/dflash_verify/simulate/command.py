@@ -91,6 +91,10 @@ def simulate(
             raise ValueError(
                 f"{trace_path} has draft width {trace.draft_width} and {cost_path} {cost.draft_width}; expected the same"
             )
+        if seed < 0:
+            raise ValueError(f"--seed is {seed}; expected 0 or more")
+        if plot_path is not None and (not plot_path.name or plot_path.is_dir()):
+            raise ValueError(f"--plot is {str(plot_path)!r}; expected a file name like widths.png")
         if not 0.0 <= noise < 1000.0 or not 0.0 <= spikes <= 100.0:
             raise ValueError(f"--noise is {noise} and --spikes {spikes}; expected percentages")
         believed, trusted = cost, True

@@ -140,6 +140,10 @@ def replay(
         ended = [i for i in running if left[i] <= 0]
         if ended:
             for i in ended:
+                if now == admitted_ms[i]:
+                    raise TraceError(
+                        f"request {ids[i]!r} ran at {now:g} ms, where a step of {step_ms:g} ms is too short for the clock"
+                    )
                 result.request_tok_s[ids[i]] = 1000.0 * requests[i].tokens / (now - admitted_ms[i])
             if delay == 1:  # the end is known with what the step has shown
                 while pending:

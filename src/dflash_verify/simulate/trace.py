@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.intp]
 
+# 32 years. A float64 clock that is later than this no longer shows what a step takes.
+LATEST_MS = 1e12
+
 
 class TraceError(ValueError):
     """A trace that cannot be replayed; the message is one sentence for the operator."""
@@ -41,7 +44,7 @@ class Trace:
             data = json.loads(path.read_text())
         except OSError as error:
             raise TraceError(f"{path}: cannot be read ({error.strerror or error})") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also integers too long and arrays too deep to be read
             raise TraceError(f"{path}: is not JSON ({error})") from None
         try:
             return cls.from_json(data)
@@ -84,10 +87,15 @@ class Trace:
         }
 
 
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _integer(data: Mapping[str, Any], name: str, least: int, owner: str) -> int:
     value = data[name]
     if type(value) is not int or value < least:
-        raise TraceError(f"{owner} has {name} {value!r}; expected an integer of {least} or more")
+        raise TraceError(f"{owner} has {name} {_short(value)}; expected an integer of {least} or more")
     return value
 
 
@@ -99,8 +107,8 @@ def _request(item: object, index: int, draft_width: int) -> Request:
     if missing:
         raise TraceError(f"{name} lacks {', '.join(missing)}; expected arrive_ms, tokens, guided and accepts")
     arrive_ms = item["arrive_ms"]
-    if type(arrive_ms) not in {int, float} or not 0 <= arrive_ms < float("inf"):
-        raise TraceError(f"{name} has arrive_ms {arrive_ms!r}; expected a time of 0 or more")
+    if type(arrive_ms) not in {int, float} or not 0 <= arrive_ms <= LATEST_MS:
+        raise TraceError(f"{name} has arrive_ms {_short(arrive_ms)}; expected a time from 0 to {LATEST_MS:g}")
     guided = item.get("guided", False)
     if type(guided) is not bool:
         raise TraceError(f"{name} has guided {guided!r}; expected true or false")
@@ -108,4 +116,8 @@ def _request(item: object, index: int, draft_width: int) -> Request:
     if not isinstance(accepts, list) or not all(type(a) is int and 0 <= a <= draft_width for a in accepts):
         raise TraceError(f"{name} has accepts that are not all integers from 0 to the draft width {draft_width}")
     tokens = _integer(item, "tokens", 1, name)
+    if tokens > len(accepts) * (draft_width + 1):
+        raise TraceError(
+            f"{name} has {len(accepts)} accepts, too few for its {_short(tokens)} tokens at any width; extend the list"
+        )
     return Request(item["id"], float(arrive_ms), tokens, guided, np.array(accepts, dtype=np.intp))

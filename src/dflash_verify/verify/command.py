@@ -22,6 +22,8 @@ import numpy as np
 # Steps read at once: target and draft rows of all of them are held in float64.
 CHUNK_BYTES = 256 << 20
 
+ARRAYS = {"target": ("B", "N+1", "V"), "draft": ("B", "N", "V"), "draft_tokens": ("B", "N"), "request": ("B",)}
+
 
 @dataclass(frozen=True, slots=True)
 class WidthGain:
@@ -42,16 +44,33 @@ class WidthGain:
 
 def _load(path: Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(path) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError) as error:
-        raise click.ClickException(f"{path} cannot be read as .npz ({error}); see the file format in docs/.") from error
+        archive = np.load(path)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("it holds one array")
+        with archive:
+            arrays = {name: archive[name] for name in ARRAYS if name in archive.files}
+        for name, array in arrays.items():
+            if not isinstance(array, np.ndarray):  # np.load hands out the bytes of a member that is no .npy
+                raise ValueError(f"its member {name} is no array")
+    except Exception as error:  # zipfile, zlib, pickle and numpy each have their own for a damaged file
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise click.ClickException(
+            f"{path} cannot be read as .npz ({reason}); see the file format in docs/block-verification.md."
+        ) from error
     missing = [name for name in ("target", "draft", "draft_tokens") if name not in arrays]
     if missing:
         raise click.ClickException(
             f"{path} has no array {', '.join(missing)}: expected target, draft and draft_tokens; see docs/block-verification.md."
         )
-    if len({arrays[name].shape[0] for name in arrays}) != 1 or not len(arrays["draft_tokens"]):
+    for name, array in arrays.items():
+        if array.ndim != len(ARRAYS[name]):
+            expected = ", ".join(ARRAYS[name])
+            raise click.ClickException(f"{path}: {name} has shape {array.shape}: expected [{expected}].")
+    if "request" in arrays and arrays["request"].dtype.kind not in "iu":
+        raise click.ClickException(f"{path}: request is of type {arrays['request'].dtype}: expected integers.")
+    if not arrays["draft_tokens"].shape[1]:
+        raise click.ClickException(f"{path} records no drafts: draft_tokens has shape {arrays['draft_tokens'].shape}.")
+    if len({len(array) for array in arrays.values()}) != 1 or not len(arrays["draft_tokens"]):
         raise click.ClickException(f"The arrays of {path} differ in their number of steps, or have none.")
     return arrays
 
@@ -118,7 +137,12 @@ def verify_gain(recorded: Path, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from dflash_verify.verify.reference import InvalidProbabilities
+    try:
+        from dflash_verify.verify.reference import InvalidProbabilities
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise click.ClickException("verify-gain needs torch, which is not installed; pip install torch.") from error
 
     arrays = _load(recorded)
     try:

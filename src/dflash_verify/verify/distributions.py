@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dflash_verify.verify.reference import InvalidProbabilities, Tensor, as_probabilities, check_pair, rule_of
+from dflash_verify.verify.reference import InvalidProbabilities, Tensor, as_probabilities, check_pair, rule_of, whole
 
 # V**K blocks are held at once, each with (K+1) rows of V; above this the answer belongs to gain.survival_from_paths.
 MAX_BLOCKS = 1 << 20
@@ -64,6 +64,7 @@ def _width(target_rows: int | None, draft_rows: int | None, width: int | None) -
         if most is None:
             raise ValueError("target and draft are both functions: say how many drafts a block has with width=.")
         return most
+    width = whole(width, "width")
     if width < 0 or (most is not None and width > most):
         raise ValueError(f"Verify width {width} is impossible: expected 0 to {most}, the number of drafts.")
     return width
@@ -98,7 +99,10 @@ def enumerate_blocks(target: Distribution, draft: Distribution, width: int | Non
 
 def _cut_pmf(pmf: Tensor, limit: int | None) -> Tensor:
     """P(accepted = i) after a cut-off of `limit` drafts, along the last axis; its length stays."""
-    if limit is None or limit >= pmf.shape[-1] - 1:
+    if limit is None:
+        return pmf
+    limit = whole(limit, "limit")
+    if limit >= pmf.shape[-1] - 1:
         return pmf
     if limit < 0:
         raise ValueError(f"A cut-off of {limit} drafts is impossible: expected 0 or more.")
@@ -148,6 +152,8 @@ def output_pmf(
     verifier is lossless if and only if this equals the target's own distribution for every length (Sun et al. 2024,
     Definition 1); for "greedy" the target is its own most likely token. With [K+1, V] rows `length` is at most K+1; with functions it is free.
     """
+    length = whole(length, "length")
+    limit = None if limit is None else whole(limit, "limit")
     if length < 1:
         raise ValueError(f"An output of {length} tokens has no distribution: expected at least 1.")
     blocks = enumerate_blocks(target, draft, width)

@@ -1,18 +1,28 @@
 """The three verification rules, written so that the paper can be read beside them."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 Tensor = Any  # torch.Tensor; torch is seen as Any by the type checker
 
 METHODS = ("token", "block", "greedy")
 
-# A row of probabilities may miss 1 by this much before it is refused: a float32 softmax over a large vocabulary does,
-# a row that was truncated, averaged or never normalised does not stay within it. Accepted rows are renormalised.
+# A row of probabilities may miss 1 by this much before it is refused. Accepted rows are renormalised in float64.
 SUM_TOLERANCE = 1e-6
+
+# A softmax divides by a sum of V terms, and each of its additions and divisions rounds by at most half an epsilon, so in
+# float32 a row of V probabilities misses 1 by at most V times this. Kernels add in trees and stay far below; one that adds
+# one by one came to 2.4e-4 at V = 151,936. A row that misses 1 by a thousandth was cut or averaged, however large V is.
+FLOAT32_ROUNDING = 2.0**-24
+MOST_SUM_TOLERANCE = 1e-3
+
+# vLLM's id of a draft that is none (padding under a grammar).
+PLACEHOLDER = -1
 
 
 class InvalidProbabilities(ValueError):
@@ -138,13 +148,61 @@ def rule_of(method: str, target: Tensor, draft: Tensor, tokens: Tensor) -> Rule:
     return RULES[method](target, draft, tokens)
 
 
+def _numbers(values: Any, name: str) -> Tensor:
+    """`values` as a tensor of the type they have (Python's floats: float64); refused if they are not real numbers."""
+    if isinstance(values, torch.Tensor):
+        if values.is_complex():
+            raise InvalidProbabilities(f"{name} is of type {values.dtype}: expected real numbers.")
+        return values.detach()
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise InvalidProbabilities(f"{name} is ragged: expected rows of one length.") from error
+    except (TypeError, RuntimeError) as error:  # lists of tensors that are elsewhere or carry gradients
+        raise InvalidProbabilities(
+            f"{name} cannot be read as an array ({error}): expected an array or tensor."
+        ) from error
+    if array.dtype.kind == "c":
+        raise InvalidProbabilities(f"{name} is of type {array.dtype}: expected real numbers.")
+    if array.dtype.kind not in "biuf":
+        raise InvalidProbabilities(f"{name} is of type {array.dtype}: expected numbers.")
+    # A copy: torch takes neither foreign byte orders nor long doubles, and warns about arrays that cannot be written.
+    native = np.float64 if array.dtype.itemsize > 8 else array.dtype.newbyteorder("=")
+    return torch.from_numpy(np.array(array, dtype=native))
+
+
+def as_token_ids(values: Any, name: str, device: Any = None) -> Tensor:
+    """`values` as int64 token ids; raises InvalidProbabilities for fractions, NaN and what is no number."""
+    given = _numbers(values, name).to(device)
+    ids = given.to(torch.int64)
+    if not bool((ids.to(given.dtype) == given).all()):  # NaN and infinities do not survive the way there and back
+        raise InvalidProbabilities(f"{name} holds a fraction or NaN: expected whole token ids.")
+    return ids
+
+
+def whole(value: Any, name: str) -> int:
+    """`value` as an int; raises ValueError, naming it, for anything that is not a whole number."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}: expected a whole number.") from None
+
+
+def _sum_tolerance(given: Any, vocab_size: int) -> float:
+    if given != torch.float32:
+        return SUM_TOLERANCE
+    return min(max(SUM_TOLERANCE, vocab_size * FLOAT32_ROUNDING), MOST_SUM_TOLERANCE)
+
+
 def as_probabilities(values: Any, name: str, ndim: int) -> Tensor:
     """`values` as float64 rows that sum to 1 along the last axis.
 
-    Raises InvalidProbabilities for a wrong number of axes, an empty vocabulary, NaN, infinities, negative entries or a
-    row whose sum misses 1 by more than SUM_TOLERANCE.
+    Raises InvalidProbabilities for a wrong number of axes, an empty vocabulary, what is no real number, NaN, infinities,
+    negative entries or a row whose sum misses 1 by more than SUM_TOLERANCE; float32 rows of V tokens may miss it by the
+    rounding of their softmax, V * FLOAT32_ROUNDING but at most MOST_SUM_TOLERANCE.
     """
-    rows = torch.as_tensor(values, dtype=torch.float64).detach()  # a list would become float32 on its own
+    given = _numbers(values, name)
+    rows = given.to(torch.float64)
     if rows.ndim != ndim or rows.shape[-1] == 0:
         raise InvalidProbabilities(
             f"{name} has shape {tuple(rows.shape)}: expected {ndim} axes with the vocabulary, not empty, as the last one."
@@ -161,9 +219,10 @@ def as_probabilities(values: Any, name: str, ndim: int) -> Tensor:
         )
     sums = rows.sum(dim=-1, keepdim=True)
     worst = float(sums.flatten()[(sums.flatten() - 1.0).abs().argmax()])
-    if abs(worst - 1.0) > SUM_TOLERANCE:
+    tolerance = _sum_tolerance(given.dtype, rows.shape[-1])
+    if abs(worst - 1.0) > tolerance:
         raise InvalidProbabilities(
-            f"A row of {name} sums to {worst:.9g}: expected 1 within {SUM_TOLERANCE:g}, so normalise it in float64."
+            f"A row of {name} sums to {worst:.9g}: expected 1 within {tolerance:.3g}, so normalise it in float64."
         )
     return rows / sums
 
@@ -192,6 +251,7 @@ def cut(accepted: int, next_token: int, draft_tokens: Sequence[int], limit: int 
     """
     if limit is None:
         return accepted, next_token
+    limit = whole(limit, "limit")
     if limit < 0:
         raise ValueError(f"A cut-off of {limit} drafts is impossible: expected 0 or more.")
     if accepted <= limit:
@@ -200,7 +260,7 @@ def cut(accepted: int, next_token: int, draft_tokens: Sequence[int], limit: int 
 
 
 def _uniforms(values: Any, count: int, like: Tensor) -> Tensor:
-    drawn = torch.as_tensor(values, dtype=torch.float64, device=like.device).detach()
+    drawn = _numbers(values, "uniforms").to(device=like.device, dtype=torch.float64)
     if tuple(drawn.shape) != (count,):
         raise InvalidProbabilities(
             f"uniforms has shape {tuple(drawn.shape)}: expected ({count},), one per draft and one for the next token."
@@ -225,7 +285,7 @@ def verify(
 
     target_probs: [K+1, V], row i is the target's distribution after the first i drafts.
     draft_probs:  [K, V], row i is the distribution that draft i was drawn from (a point mass for a greedy drafter).
-    draft_tokens: [K], token ids; a negative id is a placeholder (grammar padding) and ends the block before it.
+    draft_tokens: [K], token ids; -1 is a placeholder (grammar padding) and ends the block before it.
     uniforms:     [K+1], in [0, 1); the first K decide the drafts, the last one draws the next token.
     width:        verify only the first `width` drafts (a narrow step); None for all.
     limit:        cut the result to this many accepted drafts after the sampler (see `cut`); None for no cut.
@@ -237,19 +297,22 @@ def verify(
     draft = as_probabilities(draft_probs, "draft_probs", 2)
     check_pair(target, draft)
     num_drafts, vocab_size = draft.shape[0], target.shape[1]
-    tokens = torch.as_tensor(draft_tokens, device=target.device).detach()
+    tokens = as_token_ids(draft_tokens, "draft_tokens", target.device)
     if tuple(tokens.shape) != (num_drafts,):
         raise InvalidProbabilities(f"draft_tokens has shape {tuple(tokens.shape)}: expected ({num_drafts},).")
     drawn = _uniforms(uniforms, num_drafts + 1, target)
-    tokens = tokens.to(torch.int64)
+    if num_drafts and int(tokens.min()) < PLACEHOLDER:
+        raise InvalidProbabilities(
+            f"draft_tokens holds {int(tokens.min())}: expected token ids, or {PLACEHOLDER} for a placeholder."
+        )
     if num_drafts and int(tokens.max()) >= vocab_size:
         raise InvalidProbabilities(
             f"draft_tokens holds {int(tokens.max())}: expected ids below the vocabulary size {vocab_size}."
         )
-    if width is not None and not 0 <= width <= num_drafts:
+    used = num_drafts if width is None else whole(width, "width")
+    if not 0 <= used <= num_drafts:
         raise ValueError(f"Verify width {width} is impossible: expected 0 to {num_drafts}, the number of drafts.")
-    used = num_drafts if width is None else width
-    placeholders = (tokens[:used] < 0).nonzero()
+    placeholders = (tokens[:used] == PLACEHOLDER).nonzero()
     if len(placeholders):
         used = int(placeholders[0])
     rule = rule_of(

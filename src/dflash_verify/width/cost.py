@@ -19,6 +19,8 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 FORMAT = 1
+MAX_DIGITS = 9  # of a batch size in a file
+MAX_STEP_MS = 1e9  # twelve days: a longer step is a mistake, and sums of shorter ones stay finite
 
 
 class CostTableError(ValueError):
@@ -39,6 +41,8 @@ class CostKey:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "CostKey":
+        if not isinstance(data, Mapping):
+            raise CostTableError("the cost table's key is no object; measure it again with `profile`")
         names = [field.name for field in fields(cls)]
         missing = [name for name in names if name not in data]
         if missing:
@@ -87,9 +91,10 @@ class CostTable:
             if len(row) != len(self.widths):
                 raise CostTableError(f"the cost table lists {len(row)} times for batch {batch}; expected one per width")
             for width, ms in zip(self.widths, row, strict=True):
-                if not (isinstance(ms, int | float) and math.isfinite(ms) and ms > 0):
+                if isinstance(ms, bool) or not isinstance(ms, int | float) or not 0 < ms <= MAX_STEP_MS:
                     raise CostTableError(
-                        f"the cost table has {ms!r} ms for batch {batch}, width {width}; expected a positive number"
+                        f"the cost table has {_short(ms)} ms for batch {batch}, width {width}; "
+                        f"expected a positive number up to {MAX_STEP_MS:g}"
                     )
         object.__setattr__(self, "_curves", [self._curve(j) for j in range(len(self.widths))])
         object.__setattr__(self, "_rows", {})
@@ -163,8 +168,12 @@ class CostTable:
             _check_widths(widths, draft_width)
             cells: dict[int, tuple[float, ...]] = {}
             for batch, row in step_ms.items():
-                if not str(batch).isdecimal():
-                    raise CostTableError(f"has a batch size {batch!r} in step_ms; expected an integer of 1 or more")
+                if not str(batch).isdecimal() or len(str(batch)) > MAX_DIGITS:
+                    raise CostTableError(
+                        f"has a batch size {_short(batch)} in step_ms; expected an integer of 1 or more"
+                    )
+                if int(batch) in cells:
+                    raise CostTableError(f"lists batch {int(batch)} twice in step_ms; expected every batch size once")
                 if not isinstance(row, Mapping):
                     raise CostTableError(f"has no object for batch {batch}; expected {{width: ms}}")
                 absent = [w for w in widths if str(w) not in row]
@@ -174,7 +183,10 @@ class CostTable:
                     )
                 cells[int(batch)] = tuple(row[str(w)] for w in widths)
             key = CostKey.from_json(data["key"]) if data.get("key") is not None else None
-            return cls(draft_width, widths, cells, tuple(data.get("capture_sizes") or ()), key)
+            capture_sizes = data.get("capture_sizes") or []
+            if not isinstance(capture_sizes, list | tuple) or not all(type(size) is int for size in capture_sizes):
+                raise CostTableError(f"has capture_sizes {_short(capture_sizes)}; expected a list of integers")
+            return cls(draft_width, widths, cells, tuple(capture_sizes), key)
         except CostTableError as error:
             raise CostTableError(f"{source}: {error}") from None
 
@@ -221,7 +233,7 @@ def read_json(path: Path) -> object:
         return json.loads(path.read_text())
     except OSError as error:
         raise CostTableError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also integers too long and arrays too deep to be read
         raise CostTableError(f"{path}: is not JSON ({error})") from None
 
 

@@ -96,6 +96,11 @@ def test_only_the_two_delays_exist(delay):
         (("--noise", "-1"), "percentages"),
         (("--noise", "10", "--spikes", "101"), "percentages"),
         (("--plot", "absent/folder/x.png"), "--plot"),
+        (("--plot", ""), "--plot"),
+        (("--plot", "."), "--plot"),
+        (("--seed", "-1"), "--seed is -1"),
+        (("--noise", "10", "--seed", "-1"), "--seed is -1"),
+        (("--noise", "nan"), "percentages"),
     ],
 )
 def test_bad_arguments_are_one_sentence_and_a_failure(arguments, says):
@@ -121,6 +126,10 @@ def test_bad_arguments_are_one_sentence_and_a_failure(arguments, says):
         ({**TRACE, "requests": [{**REQUEST, "tokens": 0}]}, "'a' has tokens 0"),
         ({**TRACE, "requests": [{**REQUEST, "tokens": True}]}, "'a' has tokens True"),
         ({**TRACE, "requests": [{**REQUEST, "arrive_ms": -1}]}, "'a' has arrive_ms -1"),
+        ({**TRACE, "requests": [{**REQUEST, "arrive_ms": 1e300}]}, "'a' has arrive_ms 1e+300"),
+        ({**TRACE, "requests": [{**REQUEST, "arrive_ms": 10**400}]}, "'a' has arrive_ms 1"),
+        ({**TRACE, "requests": [{**REQUEST, "tokens": 10**400}]}, "'a' has 4 accepts"),
+        ("[" * 100_000, "not JSON"),
         ({**TRACE, "requests": [{**REQUEST, "guided": "no"}]}, "'a' has guided"),
         ({**TRACE, "requests": [{**REQUEST, "accepts": [8]}]}, "'a' has accepts"),
         ({**TRACE, "requests": [{**REQUEST, "accepts": [0, 1.5]}]}, "'a' has accepts"),
@@ -142,6 +151,35 @@ def test_a_bad_cost_table_is_one_sentence_and_a_failure(tmp_path):
     assert result.exit_code == 1
     assert "batch 1, width 7" in result.output
     assert run(cost=tmp_path / "absent.json").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[" * 100_000, "not JSON"),
+        ("9" * 5000, "not JSON"),
+        (json.dumps({**COST, "step_ms": {"1": {"1": 1e308, "7": 1e308}}}), "1e+308 ms"),
+        (json.dumps({**COST, "step_ms": {"1": COST["step_ms"]["1"], "01": COST["step_ms"]["1"]}}), "batch 1 twice"),
+    ],
+)
+def test_a_cost_table_that_cannot_be_meant_is_one_sentence(tmp_path, text, says):
+    path = write(tmp_path / "cost.json", text)
+    result = run(cost=path)
+    assert result.exit_code == 1
+    assert says in result.output
+    assert result.output.startswith(f"Error: {path}: ")
+    assert result.output.count("\n") == 1
+
+
+def test_a_step_too_short_for_the_clock_is_one_sentence(tmp_path):
+    """At the latest arrival a float64 clock moves in steps of 0.0001 ms."""
+    cost = write(tmp_path / "cost.json", {**COST, "step_ms": {"1": {"1": 1e-9, "7": 1e-9}}})
+    trace = write(tmp_path / "trace.json", {**TRACE, "requests": [{**REQUEST, "arrive_ms": 1e12}]})
+    result = run(cost=cost, trace=trace)
+    assert result.exit_code == 1
+    assert "request 'a' ran at 1e+12 ms" in result.output
+    assert "too short for the clock" in result.output
+    assert result.output.count("\n") == 1
 
 
 def test_the_plot_is_a_png(tmp_path):

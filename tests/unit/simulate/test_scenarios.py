@@ -1,6 +1,9 @@
 """The scenarios with reference values of an independent implementation, and generated workloads."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -120,3 +123,13 @@ def test_batches_of_1_and_256(belief):
     share = of_best(EXTRA_SETTINGS, [0], belief=belief)
     assert share.mean() >= 0.98
     assert share.min() >= 0.95
+
+
+def test_the_script_without_its_scenarios_says_where_they_are(tmp_path):
+    script = tmp_path / "bench" / "width" / "scenarios.py"
+    script.parent.mkdir(parents=True)
+    shutil.copy(Path(__file__).parents[3] / "bench" / "width" / "scenarios.py", script)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert f"{tmp_path / 'tests' / 'data' / 'scenarios'}" in done.stderr

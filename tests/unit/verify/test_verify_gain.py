@@ -2,6 +2,10 @@
 
 import itertools
 import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +94,15 @@ def test_the_row_after_the_last_draft_may_be_left_out(tmp_path: Path) -> None:
         ({"draft_tokens": np.full((8, 3), 7)}, "outside 0 .. 2"),
         ({"draft": np.full((8, 2, 3), 1 / 3)}, "one target row more"),
         ({"request": np.arange(5)}, "differ in their number of steps"),
+        ({"request": np.zeros((8, 2), dtype=int)}, "request has shape (8, 2)"),
+        ({"request": np.full(8, 0.5)}, "request"),
+        ({"draft_tokens": np.full((8, 3), 0.5)}, "whole token ids"),
+        ({"draft_tokens": np.zeros(8, dtype=int)}, "draft_tokens has shape (8,)"),
+        ({"draft_tokens": np.zeros((8, 0), dtype=int), "draft": np.zeros((8, 0, 3))}, "no drafts"),
+        ({"draft": np.broadcast_to(np.eye(3), (8, 3, 3)), "draft_tokens": np.full((8, 3), 2)}, "probability 0"),
+        ({"target": np.full((8, 4, 3), 1 / 3, dtype=np.complex64)}, "complex64"),
+        ({"target": np.array(1.0)}, "target has shape ()"),
+        ({"target": np.full((8, 4, 3), "x")}, "expected numbers"),
     ],
 )
 def test_what_is_not_a_recording_is_refused_with_one_sentence(
@@ -105,3 +118,52 @@ def test_missing_arrays_and_other_files_are_refused(tmp_path: Path) -> None:
     assert "no array draft, draft_tokens" in run(tmp_path / "empty.npz")[1]
     (tmp_path / "text.npz").write_text("no archive")
     assert run(tmp_path / "text.npz")[0] == 1
+
+
+def truncated(path: Path) -> None:
+    whole = record(path.with_name("whole.npz"), steps=8).read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+
+
+def one_array(path: Path) -> None:
+    with path.open("wb") as file:
+        np.save(file, TARGET)
+
+
+def no_arrays_inside(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("target", "draft", "draft_tokens"):
+            archive.writestr(f"{name}.npy", b"no array")
+
+
+def damaged(path: Path) -> None:
+    np.savez_compressed(path, target=np.random.default_rng(0).random((50, 4, 3)), draft=DRAFT, draft_tokens=DRAFT)
+    content = bytearray(path.read_bytes())
+    content[200:400] = bytes(200)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("make", [truncated, one_array, no_arrays_inside, damaged, Path.touch])
+def test_a_file_that_is_no_archive_of_arrays_is_one_sentence(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    path = tmp_path / "steps.npz"
+    make(path)
+    code, output = run(path)
+    assert code == 1
+    assert output.startswith(f"Error: {path} cannot be read as .npz")
+    assert output.count("\n") == 1
+
+
+def test_a_device_is_one_sentence_too() -> None:
+    code, output = run("/dev/null")
+    assert code == 1
+    assert output.startswith("Error: /dev/null cannot be read as .npz")
+
+
+def test_without_torch_the_command_says_what_to_install(tmp_path: Path) -> None:
+    """In a process of its own, in which torch cannot be imported."""
+    path = record(tmp_path / "steps.npz", steps=8)
+    program = "import sys; sys.modules['torch'] = None; from dflash_verify.cli import main; main(['verify-gain', sys.argv[1]])"
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: verify-gain needs torch, which is not installed")
+    assert done.stderr.count("\n") == 1

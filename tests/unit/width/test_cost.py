@@ -118,6 +118,14 @@ GOOD = {"draft_width": 7, "widths": [1, 7], "step_ms": {"1": {"1": 1.0, "7": 2.0
         ({"step_ms": {"1": {"1": 1.0, "7": 0.0}}}, "positive"),
         ({"step_ms": {"1": {"1": 1.0, "7": float("inf")}}}, "positive"),
         ({"step_ms": {"1": {"1": 1.0, "7": "x"}}}, "positive"),
+        ({"step_ms": {"1": {"1": 1.0, "7": 1e308}}}, "positive"),
+        ({"step_ms": {"1": {"1": 1.0, "7": 10**400}}}, "positive"),
+        ({"step_ms": {"1": {"1": 1.0, "7": True}}}, "positive"),
+        ({"step_ms": {"1": {"1": 1.0, "7": 2.0}, "01": {"1": 1.0, "7": 3.0}}}, "batch 1 twice"),
+        ({"step_ms": {"9" * 5000: {"1": 1.0, "7": 2.0}}}, "batch size"),
+        ({"capture_sizes": 5}, "capture_sizes"),
+        ({"capture_sizes": ["a"]}, "capture_sizes"),
+        ({"key": 5}, "key"),
         ({"step_ms": {"one": {"1": 1.0, "7": 2.0}}}, "batch size"),
         ({"step_ms": {"0": {"1": 1.0, "7": 2.0}}}, "batch 0"),
         ({"step_ms": {"1": 3}}, "batch 1"),
@@ -130,7 +138,7 @@ def test_a_bad_table_is_refused_in_one_sentence(change, says):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{}", "{"])
+@pytest.mark.parametrize("text", ["", "[1]", "{}", "{", "[" * 100_000, "9" * 5000])
 def test_a_file_that_is_no_table_is_refused(tmp_path, text):
     path = tmp_path / "cost.json"
     path.write_text(text)
