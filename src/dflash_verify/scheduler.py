@@ -91,7 +91,7 @@ class WidthMixin:
                 step.width,
                 policy_active=self.steering.policy_active,
                 step_ms=step.step_ms,
-                reason=self.steering.reason if self.log_stats else "",  # type: ignore[attr-defined]
+                reason=self.steering.reason if self.log_stats and self.steering.explains else "",  # type: ignore[attr-defined]
             )
         result = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)  # type: ignore[misc]
         self._step = None

@@ -214,6 +214,11 @@ class Steering:
         self._ended.append(request_id)
 
     @property
+    def explains(self) -> bool:
+        """Whether anybody reads `reason`: it is exported only where a control file says that the server is being measured."""
+        return self._control is not None
+
+    @property
     def reason(self) -> str:
         """The controller's last sentence, or what else decides."""
         if self.controller is not None and self._choice() == "auto":
