@@ -131,16 +131,19 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=4e-3)
     parser.add_argument("--hidden", type=int, default=96, help="hidden size of both models")
     parser.add_argument("--layers", type=int, default=4, help="layers of the target")
+    parser.add_argument("--head-dim", type=int, default=32)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    torch.set_float32_matmul_precision("high")  # TF32 where there is a GPU
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
     shape = Shape(
         hidden_size=args.hidden,
         intermediate_size=3 * args.hidden,
-        num_heads=args.hidden // 32,
-        num_kv_heads=max(1, args.hidden // 64),
+        num_heads=args.hidden // args.head_dim,
+        num_kv_heads=max(1, args.hidden // args.head_dim // 2),
+        head_dim=args.head_dim,
         target_layers=args.layers,
         target_layer_ids=tuple(range(args.layers - 1))[-3:],
     )

@@ -1,10 +1,12 @@
 """One vLLM engine on a GPU whose acceptance can be set, and what one run on it showed.
 
 Random weights accept nothing, so vLLM's own synthetic rejection sampler decides, with per-position survival rates from
-published measurements. The processes are those of a server: front end here, EngineCore and workers in their own. Arms are
-switched through the plugin's control file, acceptance through a worker extension, both while the engine runs.
+published measurements. The processes are those of a server: front end here, EngineCore and workers in their own. Acceptance
+is switched through a worker extension while the engine runs, and so are arms, where a script compares them in one engine,
+through the plugin's control file.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -31,30 +33,47 @@ SURVIVAL = {
 }
 # Waves of requests that alternate between two kinds of text; one engine, one controller throughout.
 ALTERNATING = ("structured", "prose", "structured", "prose")
-WAVE_TOKENS = 120
+WAVE_TOKENS = 120  # of each request: about 20 steps of structured text at width 7, 45 of prose at width 3
 CONTROL_S = 0.25  # the plugin looks at its control file five times a second
 
 
 @dataclass(frozen=True)
 class Run:
-    """One measured batch of streams of equal length. controller_us: all of the controller's work per step, median."""
+    """One measured batch of streams of equal length. controller_us: all of the controller's work per step, median; 0 unless
+    the engine writes a trace. path: the width of every step in order, e.g. `7x3 3x41`; likewise."""
 
     tok_s: float
     width: float
     acceptance_length: float
     step_ms: float
     controller_us: float
+    path: str = ""
 
 
 class GpuEngine:
-    """An LLM over a random-weight shape. speculative: fields of vLLM's speculative_config, None for no speculation."""
+    """An LLM over a random-weight shape. speculative: fields of vLLM's speculative_config, None for no speculation.
 
-    def __init__(self, model: str, speculative: dict[str, Any] | None, max_num_seqs: int, **fields: Any) -> None:
+    switched: arms are switched while it runs (a control file). traced: one record per step is written, which costs a little
+    in every step.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        speculative: dict[str, Any] | None,
+        max_num_seqs: int,
+        *,
+        switched: bool = False,
+        traced: bool = False,
+        **fields: Any,
+    ) -> None:
         folder = Path(tempfile.mkdtemp(prefix="dflash-verify-"))
         self._control = folder / "control.json"
         self._trace = folder / "trace.jsonl"
-        os.environ["DFLASH_CONTROL_FILE"] = str(self._control)
-        os.environ["DFLASH_TRACE_FILE"] = str(self._trace)
+        if switched:
+            os.environ["DFLASH_CONTROL_FILE"] = str(self._control)
+        if traced:
+            os.environ["DFLASH_TRACE_FILE"] = str(self._trace)
         from vllm import LLM
 
         target, draft = shapes.write(model, folder)
@@ -116,12 +135,12 @@ class GpuEngine:
             if metric.name.startswith(prefix) and hasattr(metric, "value")
         }
 
-    def run(self, regime: str, streams: int, tokens: int) -> Run:
-        """`streams` requests at once, of `tokens` tokens each, or of WAVE_TOKENS in each wave of `alternating`."""
+    def run(self, regime: str, streams: int, tokens: int, wave: int = WAVE_TOKENS) -> Run:
+        """`streams` requests at once, of `tokens` tokens each, or of `wave` in each wave of `alternating`."""
         import numpy as np
         from vllm import SamplingParams
 
-        waves = [(kind, WAVE_TOKENS) for kind in ALTERNATING] if regime == "alternating" else [(regime, tokens)]
+        waves = [(kind, wave) for kind in ALTERNATING] if regime == "alternating" else [(regime, tokens)]
         rng = np.random.default_rng(streams)
         prompts = [{"prompt_token_ids": rng.integers(10, 50000, 64).tolist()} for _ in range(streams)]
         traced = self._trace.stat().st_size if self._trace.exists() else 0
@@ -143,16 +162,21 @@ class GpuEngine:
             width=(after["draft_tokens"] - before["draft_tokens"]) / drafts,
             acceptance_length=1 + (after["accepted_tokens"] - before["accepted_tokens"]) / drafts,
             step_ms=took * 1e3 * streams / drafts,
-            controller_us=self._controller_us(traced),
+            **self._traced(traced),
         )
 
-    def _controller_us(self, start: int) -> float:
+    def _traced(self, start: int) -> dict[str, Any]:
         if not self._trace.exists():
-            return 0.0
+            return {"controller_us": 0.0}
         with self._trace.open() as file:
             file.seek(start)
-            values = [json.loads(line)["controller_us"] for line in file]
-        return statistics.median(values) if values else 0.0
+            steps = [json.loads(line) for line in file]
+        return {
+            "controller_us": statistics.median(step["controller_us"] for step in steps) if steps else 0.0,
+            "path": " ".join(
+                f"{width}x{len(list(same))}" for width, same in itertools.groupby(step["width"] for step in steps)
+            ),
+        }
 
 
 def median_row(runs: list[Run], **labels: Any) -> dict[str, Any]:
@@ -167,6 +191,7 @@ def median_row(runs: list[Run], **labels: Any) -> dict[str, Any]:
         "acceptance_length": round(middle.acceptance_length, 3),
         "step_ms": round(middle.step_ms, 3),
         "controller_us": round(middle.controller_us, 1),
+        "path": middle.path,
     }
 
 

@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
 
 ENGINES: dict[str, tuple[dict[str, str], dict[str, Any] | None]] = {
@@ -67,7 +66,7 @@ def main() -> None:
         "max_model_len": 1024,
         "max_num_seqs": max(streams),
         "max_num_batched_tokens": 8192,
-        "gpu_memory_utilization": 0.5,
+        "gpu_memory_utilization": 0.4,
         "disable_log_stats": False,
         "enable_prefix_caching": False,
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
@@ -119,8 +118,7 @@ def main() -> None:
         Path(args.out).write_text(
             json.dumps({"machine": about_machine(), "command": "python " + " ".join(sys.argv), "rows": rows}, indent=1)
         )
-    sys.stdout.flush()
-    os._exit(0)
+    llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Question: what does each verify width give, stationary and alternating, and does `auto` take the best of it?
 
 The engine `widths` captures all widths; its arms are switched between runs, so that nothing but the width differs. Engines
-of their own: `static3` (DFLASH_VERIFY_TOKENS=3), `stock` (no plugin), `off` (no speculation) and `plain3` (vLLM's own
-schedule [[1, M, 3]], no overlay).
+of their own, started as a server would be: `auto`, `static3` (DFLASH_VERIFY_TOKENS=3), `stock` (no plugin), `off` (no
+speculation), `plain3` (vLLM's own schedule [[1, M, 3]], no overlay) and `adaptive` (enable_adaptive_verification).
 
     python bench/gpu/width.py ENGINE --model qwen3-8b --streams 1,8,32,128,256 --out rows.json
 """
@@ -14,17 +14,21 @@ import sys
 import time
 from typing import Any
 
+from engine import WAVE_TOKENS, GpuEngine, about_machine, median_row
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=["widths", "static3", "stock", "off", "plain3", "adaptive"])
+    parser.add_argument("engine", choices=["widths", "auto", "static3", "stock", "off", "plain3", "adaptive"])
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--streams", default="1,8,32,128,256")
     parser.add_argument("--slots", type=int, default=0, help="request slots (default: the largest of --streams)")
     parser.add_argument("--regimes", default="structured,prose,alternating")
     parser.add_argument("--widths", default="1,3,5,7")
     parser.add_argument("--arms", default="", help="of engine widths: a subset of the widths and auto (default: all)")
-    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--tokens", type=int, default=0, help="of each request (default: 20480 / streams, 160 to 1600)")
+    parser.add_argument("--wave", type=int, default=WAVE_TOKENS, help="tokens of each request in a wave of alternating")
+    parser.add_argument("--trace", action="store_true", help="record the controller's time and every step's width")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1e9, help="after the start; no further cell begins then")
     parser.add_argument("--out", required=True)
@@ -36,7 +40,7 @@ def main() -> None:
     streams = [int(part) for part in args.streams.split(",")]
     slots = args.slots or max(streams)
     speculative: dict[str, Any] | None = {}
-    if args.engine == "widths":
+    if args.engine in ("widths", "auto"):
         os.environ["DFLASH_VERIFY_TOKENS"] = f"auto:{args.widths}"
     elif args.engine == "static3":
         os.environ["DFLASH_VERIFY_TOKENS"] = "3"
@@ -46,8 +50,6 @@ def main() -> None:
         speculative = {"num_speculative_tokens_per_batch_size": [[1, slots, 3]]}
     elif args.engine == "adaptive":
         speculative = {"enable_adaptive_verification": True}
-
-    from engine import GpuEngine, about_machine, median_row
 
     fields: dict[str, Any] = {}
     if args.engine in ("stock", "plain3", "adaptive"):
@@ -59,7 +61,7 @@ def main() -> None:
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": sorted(sizes),
         }
-    engine = GpuEngine(args.model, speculative, slots, **fields)
+    engine = GpuEngine(args.model, speculative, slots, switched=args.engine == "widths", traced=args.trace, **fields)
     print(f"{args.engine} {args.model}: started in {engine.start_s:.1f} s", flush=True)
     began = time.time()
     arms = [args.engine]
@@ -67,7 +69,8 @@ def main() -> None:
         arms = args.arms.split(",") if args.arms else [*args.widths.split(","), "auto"]
     rows: list[dict[str, Any]] = []
     for count in streams:
-        select(engine, arms[0])
+        tokens = args.tokens or min(1600, max(160, 20480 // count))
+        select(engine, args.engine, arms[0])
         engine.run("structured", count, 24)  # first-use work of this batch size
         for regime in args.regimes.split(","):
             runs: dict[str, list[Any]] = {arm: [] for arm in arms}
@@ -76,8 +79,8 @@ def main() -> None:
                 for arm in arms if repeat % 2 == 0 else arms[::-1]:
                     if time.time() - began > args.seconds:
                         break
-                    select(engine, arm)
-                    runs[arm].append(engine.run(regime, count, args.tokens))
+                    select(engine, args.engine, arm)
+                    runs[arm].append(engine.run(regime, count, tokens, args.wave))
             labels = {"engine": args.engine, "model": args.model, "regime": regime, "streams": count}
             new = [median_row(runs[arm], arm=arm, **labels) for arm in arms if runs[arm]]
             rows += new
@@ -87,12 +90,12 @@ def main() -> None:
     engine.close()
 
 
-def select(engine: Any, arm: str) -> None:
-    if arm == "auto" or arm.isdigit():
+def select(engine: GpuEngine, kind: str, arm: str) -> None:
+    if kind == "widths":
         engine.set_width(arm)
 
 
-def write(path: str, engine: Any, rows: list[dict[str, Any]], machine: dict[str, str]) -> None:
+def write(path: str, engine: GpuEngine, rows: list[dict[str, Any]], machine: dict[str, str]) -> None:
     result = {
         "machine": machine,
         "command": "python " + " ".join(sys.argv),

@@ -98,6 +98,10 @@ class ClassFilter:
     REBUILD_EARLY = 8  # then every 8th,
     REBUILD_LATE = 16  # and once the shape has settled every 16th
     SETTLED = 256
+    COMMON_BATCH = 8  # requests that can show together that all of them changed
+    COMMON_MARGIN = 8.0  # log odds against that, before a step,
+    COMMON_MARGIN_EACH = 0.2  # and more for each request: what a filter in its own noise loses against any mixture
+    COMMON_ROUNDS = 12  # of expectation maximisation, from flat
     LARGE_BATCH = 64  # from here on tokens are written to the rows when observed, not when a decision asks for them
 
     def __init__(self, widths: Sequence[int], draft_width: int) -> None:
@@ -204,9 +208,15 @@ class ClassFilter:
         outcome = self._outcome(accepted, drafted)
         self._shape_steps.append((rows, self._updates, belief, outcome))
         belief = belief * self._likelihood.take(outcome, axis=0)
-        # .98 of what was concluded stays; the rest is what a switch leads to.
-        belief *= ((1.0 - self.SWITCH) / (belief @ self._all_classes))[:, None]
+        evidence = belief @ self._all_classes
         count = len(rows)
+        common = self._common_change(outcome, evidence) if count >= self.COMMON_BATCH else None
+        if common is not None:
+            self.prior = common
+            belief = common * self._likelihood.take(outcome, axis=0)
+            evidence = belief @ self._all_classes
+        # .98 of what was concluded stays; the rest is what a switch leads to.
+        belief *= ((1.0 - self.SWITCH) / evidence)[:, None]
         average = self._averages.get(count)
         if average is None:
             if len(self._averages) > 1024:
@@ -220,6 +230,29 @@ class ClassFilter:
             self._learn_shape()
             self._rebuild()
         self._keep(belief)
+
+    def _common_change(self, outcome: IntArray, evidence: Array) -> Array | None:
+        """The mixture of classes that the step alone suggests, if it explains the step so much better than what is believed
+        of each request that all of them must have changed at once: new text, or new requests unlike the ones before.
+
+        Each request's own filter needs several steps to say so, since one step of one request says little; the step of a
+        large batch says it at once. Beliefs that tell requests apart explain a mixed batch better than any one mixture
+        does, so these are left alone.
+        """
+        counts = np.bincount(outcome, minlength=len(self._likelihood))
+        seen = np.flatnonzero(counts)
+        n = counts[seen]
+        believed = float(np.log(evidence).sum()) + self.COMMON_MARGIN + self.COMMON_MARGIN_EACH * len(outcome)
+        if float(n @ np.log(n / len(outcome))) <= believed:  # no mixture explains it better than its own frequencies
+            return None
+        likelihood = self._likelihood[seen]
+        mixture = self._flat
+        for _ in range(self.COMMON_ROUNDS):
+            share = likelihood * mixture
+            mixture = ((n / share.sum(axis=1)) @ share) / len(outcome)
+        if float(n @ np.log(likelihood @ mixture)) <= believed:
+            return None
+        return mixture
 
     def pass_step(self, rows: IntArray) -> None:
         if rows is not self._rows:
