@@ -293,8 +293,12 @@ class CostModel:
     AUDIT_ERROR = 0.12  # a trusted table is distrusted when two widths compare this differently ...
     AUDIT_SDS = 4.0  # ... and this surely,
     AUDIT_LEAST = 5  # after so many steps at each,
-    AUDIT_STEPS = 64  # remembering so many,
-    AUDIT_RECENT = 1000  # both timed within so many.
+    AUDIT_STEPS = 64  # remembering so many.
+    AUDIT_FRESH = 8  # Only so many after a change of width compare two widths: later ones may show another clock or load,
+    AUDIT_TRACK = 0.2  # and say what the level of all widths is now.
+    WALK = 1e-4  # variance that the level of all widths gains per step: clocks, contexts, other work on the machine
+    JUMP_STEPS = 4  # so many outliers in a row on one side are no spikes: the level has jumped,
+    JUMP = 0.3  # by about this much in log time
     REACH = 4.0  # doublings of the batch over which width offsets stay alike
     FINE = 8  # batches up to here have cells of their own, larger ones share half-octaves
 
@@ -321,9 +325,13 @@ class CostModel:
         self._believed: dict[int, tuple[float, float]] = {}  # per cell since the last update: variance, mean
         self._collected: dict[int, tuple[float, int]] = {}  # per well-known cell: sum and number of its log residuals
         self._guesses: dict[int, list[float]] = {}
-        # Audit of a trusted table, per width: mean clipped residual, steps, last step.
-        self._audit: dict[int, tuple[float, int, int]] = {}
+        # Audit of a trusted table, per width: mean clipped residual beside the level of the moment, and steps.
+        self._audit: dict[int, tuple[float, int]] = {}
         self._audit_first: dict[int, list[float]] = {}
+        self._audit_level: float | None = None
+        self._audit_run = (-1, 0)  # the width of the last steps and their number
+        self._outliers = 0  # in a row, signed
+        self._walked_at = 0
         self._cache: dict[int, tuple[list[float], list[list[float]] | None]] = {}
 
     @property
@@ -452,9 +460,20 @@ class CostModel:
     def _contradicted(self, j: int, residual: float) -> bool:
         """Whether served steps say that the trusted table is wrong about how two widths compare.
 
-        Context growth and clocks move all widths together, so only differences count, and only recent ones.
+        Context growth, clocks and other work on the machine move all widths together, at any time. So two widths are
+        compared only where one follows the other: the first steps after a change against the level before it.
         """
-        mean, count, _ = self._audit.get(j, (0.0, 0, 0))
+        last, run = self._audit_run
+        run = run + 1 if j == last else 1
+        self._audit_run = j, run
+        mean, count = self._audit.get(j, (0.0, 0))
+        if self._audit_level is None:
+            self._audit_level = residual
+        if run > self.AUDIT_FRESH or len(self._audit) <= 1 and count >= self.AUDIT_LEAST:
+            limit = self.JUMP  # a spike of one step must not pass for the level
+            self._audit_level += self.AUDIT_TRACK * min(max(residual - mean - self._audit_level, -limit), limit)
+            return False
+        residual -= self._audit_level
         count += 1
         if count <= self.AUDIT_LEAST:  # the median of the first: one may be a spike
             first = self._audit_first.setdefault(j, [])
@@ -463,11 +482,11 @@ class CostModel:
         else:
             limit = self.OUTLIER * math.sqrt(self._noise_var)
             mean += min(max(residual - mean, -limit), limit) / min(count, self.AUDIT_STEPS)
-        self._audit[j] = mean, count, self.observed_steps
+        self._audit[j] = mean, count
         if count < self.AUDIT_LEAST or count % self.AUDIT_LEAST:
             return False
-        for i, (other, seen, last) in self._audit.items():
-            if i != j and seen >= self.AUDIT_LEAST and self.observed_steps - last <= self.AUDIT_RECENT:
+        for i, (other, seen) in self._audit.items():
+            if i != j and seen >= self.AUDIT_LEAST:
                 steps = 1.0 / min(count, self.AUDIT_STEPS) + 1.0 / min(seen, self.AUDIT_STEPS)
                 far = max(self.AUDIT_ERROR, self.AUDIT_SDS * math.sqrt(self._noise_var * steps))
                 if abs(mean - other) > far:
@@ -478,7 +497,7 @@ class CostModel:
         """Start over: the table is what is guessed, and every width must be timed before it is believed."""
         self.trusted = False
         self._doubt = self.FOREIGN
-        self._level = sum(mean for mean, _, _ in self._audit.values()) / len(self._audit)
+        self._level = (self._audit_level or 0.0) + sum(mean for mean, _ in self._audit.values()) / len(self._audit)
         self._groups.clear()
         self._where, self._mean, self._cov, self._start = (
             np.empty((0, 2)),
@@ -500,6 +519,8 @@ class CostModel:
         spread = math.sqrt(variance + self._noise_var)
         limit = self.OUTLIER * spread
         size = abs(error)
+        if self._jumped(error, limit):
+            return
         if variance < self._noise_var:  # only a known cell's errors are noise
             clipped = min(size, limit)
             var = self._noise_var + 0.02 * (clipped * clipped - self._noise_var)
@@ -518,8 +539,26 @@ class CostModel:
         else:
             self._update(cell, error, self._noise_var)
 
+    def _jumped(self, error: float, limit: float) -> bool:
+        """Outliers in a row on one side are a new level of all widths: it is doubted, so that the next steps find it."""
+        if abs(error) <= limit:
+            self._outliers = 0
+            return False
+        side = 1 if error > 0.0 else -1
+        self._outliers = self._outliers + side if self._outliers * side > 0 else side
+        if abs(self._outliers) < self.JUMP_STEPS:
+            return False
+        self._outliers = 0
+        self._cov += self.JUMP**2
+        self._believed.clear()
+        self._collected.clear()
+        self._cache.clear()
+        return True
+
     def _update(self, cell: int, error: float, noise: float) -> None:
         """Kalman update: `error` is how far the cell is from its mean, seen with variance `noise`."""
+        self._cov += self.WALK * min(self.observed_steps - self._walked_at, 100)
+        self._walked_at = self.observed_steps
         column = self._cov[cell]
         gain = column / (float(column[cell]) + noise)
         self._mean += gain * error
