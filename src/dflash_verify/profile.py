@@ -11,6 +11,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,20 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_num_seqs)
 
 
+def measuring_order(sizes: Sequence[int]) -> list[int]:
+    """Both ends first, then the middle of the widest gap: wherever the time ends, what was measured spans the slots, and
+    what was not lies between. Step time beyond the last measured size would be a guess."""
+    order = [sizes[0], sizes[-1]] if len(sizes) > 1 else list(sizes)
+    gaps = [(0, len(sizes) - 1)]
+    while gaps:
+        low, high = gaps.pop(0)
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(sizes[middle])
+            gaps += [(low, middle), (middle, high)]
+    return order
+
+
 def measure_at_start(core: Any, settings: Settings) -> None:
     """In a new EngineCore: measure and store the table of this engine, unless there is one or no time is allowed.
 
@@ -155,25 +170,23 @@ def describe(table: CostTable) -> str:
 
 def measure(core: Any, allowed_s: float) -> CostTable | None:
     """Step time of every captured (batch, width) with requests of random tokens, on the real engine: its scheduler,
-    graphs, drafter, sampler and every rank. Larger batches come last and are left out when the time is over."""
+    graphs, drafter, sampler and every rank. Sizes whose turn comes when the time is over are left out, and so are those
+    for which the KV cache has no room."""
     scheduler = core.scheduler
     steering = scheduler.steering
     deadline_s = time.monotonic() + allowed_s
     widths = tuple(sorted({*steering.widths, steering.draft_width}))
     cells: dict[int, tuple[float, ...]] = {}
     rng = random.Random(0)
-    for batch in batch_sizes(scheduler.scheduler_config.max_num_seqs):
+    for batch in measuring_order(batch_sizes(scheduler.scheduler_config.max_num_seqs)):
         row: list[float] = []
         for width in widths:
-            if time.monotonic() > deadline_s:
-                break
-            ms = _measure_cell(core, batch, width, rng)
+            ms = _measure_cell(core, batch, width, rng) if time.monotonic() < deadline_s else None
             if ms is None:
                 break
             row.append(ms)
-        if len(row) < len(widths):
-            break
-        cells[batch] = tuple(row)
+        if len(row) == len(widths):
+            cells[batch] = tuple(row)
     scheduler.reset_prefix_cache()
     if not cells:
         return None
@@ -192,10 +205,12 @@ def _measure_cell(core: Any, batch: int, width: int, rng: random.Random) -> floa
     try:
         for request_id in ids:
             core.add_request(*core.preprocess_add_request(_request(core, request_id, room, rng)))
-        # Prefill takes a step per max_num_batched_tokens; what never becomes a clean step must not loop for ever.
-        for _ in range(WARM_STEPS + STEPS + 4 + batch):
+        prefills = 1 + batch * PROMPT_TOKENS // core.scheduler.max_num_scheduled_tokens
+        for taken in range(prefills + WARM_STEPS + 2 * STEPS):
             _advance(core)
             if len(samples) >= WARM_STEPS + STEPS:
+                break
+            if not samples and taken > prefills + WARM_STEPS + 4:  # they do not fit together
                 break
     finally:
         core.abort_requests(ids)

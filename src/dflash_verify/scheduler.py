@@ -84,7 +84,7 @@ class WidthMixin:
         step = self._step = self._pop(scheduler_output)
         if step is None:
             return super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)  # type: ignore[misc]
-        self.steering.arrived(step)
+        self.steering.arrived(step, self._steps[0][1] if self._steps else None)
         if step.decodes or (step.uniform and step.width == 0):
             self._width_stats = WidthStats.of_step(
                 map(len, scheduler_output.scheduled_spec_decode_tokens.values()),

@@ -174,14 +174,17 @@ class Steering:
         """Whether the width is what the server was started with (False: the control file or a measurement decides)."""
         return self.forced is None and (self._control is None or self._control.choice is None)
 
-    def arrived(self, step: Step) -> None:
+    def arrived(self, step: Step, following: Step | None = None) -> None:
         """The step's output is here: how long did it take? Call before its results are observed.
 
         A step runs from the end of the one before, or, when the engine had nothing to do then, from its scheduling.
+        following: the step in flight behind it, under asynchronous scheduling. Launching one that holds a prefill, without
+        a graph, keeps the process from looking at this one's output, for 0.2 s on a hybrid model: then it has no time.
         """
         now_s = self.clock()
         begin_s = self._last_end_s if self._busy else max(self._last_end_s, step.scheduled_s)
-        step.step_ms = (now_s - begin_s) * 1e3 if step.uniform and begin_s > 0.0 else None
+        alone = following is None or following.uniform
+        step.step_ms = (now_s - begin_s) * 1e3 if step.uniform and alone and begin_s > 0.0 else None
         self._last_end_s = now_s
 
     def finished(self, step: Step, *, busy: bool) -> None:

@@ -1,5 +1,6 @@
 """Step times: measured on the real engine through its own scheduler, kept with their key, refused for any other engine."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from dflash_verify import overlays
 from dflash_verify.cpu import environment
 from dflash_verify.cpu.engine import ENGINE_ARGS, open_engine, plugin_environment, speculative_config
 from dflash_verify.cpu.models import Models
-from dflash_verify.profile import batch_sizes, cost_key
+from dflash_verify.profile import batch_sizes, cost_key, measuring_order
 from dflash_verify.settings import SettingsError
 from dflash_verify.width.cost import CostTable
 
@@ -23,6 +24,21 @@ def test_batch_sizes_cover_the_slots_with_both_ends() -> None:
     assert batch_sizes(1) == [1]
     assert batch_sizes(4) == [1, 2, 3, 4]
     assert batch_sizes(100) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 100]
+
+
+def test_measuring_that_is_cut_off_has_spanned_the_slots() -> None:
+    """A table that ended at 96 of 256 requests priced 234 by a straight line from there."""
+    assert measuring_order([1]) == [1]
+    assert measuring_order([1, 2]) == [1, 2]
+    sizes = batch_sizes(256)
+    order = measuring_order(sizes)
+    assert sorted(order) == sizes
+    for count in range(2, len(order) + 1):
+        places = sorted(sizes.index(size) for size in order[:count])
+        assert places[0] == 0
+        assert places[-1] == len(sizes) - 1
+        gaps = [b - a for a, b in itertools.pairwise(places)]
+        assert max(gaps) <= 3 * min(gaps)
 
 
 def test_the_command_measures_every_cell_and_a_server_then_uses_the_table(models: Models, tmp_path: Path) -> None:

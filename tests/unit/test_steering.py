@@ -91,6 +91,18 @@ def test_a_step_with_prefill_or_other_widths_has_no_comparable_time() -> None:
     assert mixed.step_ms is None
 
 
+def test_a_step_whose_output_waited_for_the_launch_of_a_prefill_has_no_time() -> None:
+    made, clock = steering("3", (3,))
+    first, second = step(at=100.0), step(at=100.1)
+    clock.now = 101.0
+    made.arrived(first, following=step(uniform=False))
+    assert first.step_ms is None
+    made.finished(first, busy=True)
+    clock.now = 101.5
+    made.arrived(second, following=step(at=101.2))
+    assert second.step_ms == pytest.approx(500.0)
+
+
 def test_an_ended_request_leaves_no_state_even_if_its_last_result_comes_later() -> None:
     made, _ = steering("auto")
     made.decide(["a", "b"])

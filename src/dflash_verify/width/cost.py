@@ -294,7 +294,9 @@ class CostModel:
     AUDIT_SDS = 4.0  # ... and this surely,
     AUDIT_LEAST = 5  # after so many steps at each,
     AUDIT_STEPS = 64  # remembering so many.
-    AUDIT_FRESH = 8  # Only so many after a change of width compare two widths: later ones may show another clock or load,
+    AUDIT_FRESH = (
+        8  # Only so many after a change of width compare two widths: later ones may show another clock or load,
+    )
     AUDIT_TRACK = 0.2  # and say what the level of all widths is now.
     WALK = 1e-4  # variance that the level of all widths gains per step: clocks, contexts, other work on the machine
     JUMP_STEPS = 4  # so many outliers in a row on one side are no spikes: the level has jumped,
@@ -469,7 +471,8 @@ class CostModel:
         mean, count = self._audit.get(j, (0.0, 0))
         if self._audit_level is None:
             self._audit_level = residual
-        if run > self.AUDIT_FRESH or len(self._audit) <= 1 and count >= self.AUDIT_LEAST:
+        alone = len(self._audit) <= 1 and count >= self.AUDIT_LEAST  # no other width to compare with yet
+        if alone or run > self.AUDIT_FRESH:
             limit = self.JUMP  # a spike of one step must not pass for the level
             self._audit_level += self.AUDIT_TRACK * min(max(residual - mean - self._audit_level, -limit), limit)
             return False

@@ -152,6 +152,56 @@ def test_the_shape_learns_a_cliff_that_no_class_has():
     assert estimator.shape[0] == 0.0
 
 
+def steps_until(rate, *, batch, changed, fresh):
+    """Steps at width 3 until a batch that had accepted at `rate` is expected to gain from width 7 what it then gains."""
+    rng = np.random.default_rng(3)
+    learner = ClassFilter(WIDTHS, 7)
+    rows = np.arange(1, batch + 1)
+    for row in rows.tolist():
+        learner.admit(row)
+    for _ in range(60):
+        learner.observe(rows, runs(rng, rate, batch, 3), 3)
+    if fresh:
+        rows = rows + batch
+        for row in rows.tolist():
+            learner.admit(row)
+    narrow, wide = WIDTHS.index(3), WIDTHS.index(7)
+    true = sum(changed**i for i in range(8)) / sum(changed**i for i in range(4))
+    for step in range(1, 100):
+        learner.observe(rows, runs(rng, changed, batch, 3), 3)
+        tokens = learner.expected(rows).sum(axis=0)
+        if tokens[wide] / tokens[narrow] > 1.0 + 0.8 * (true - 1.0):
+            return step
+    return 100
+
+
+def runs(rng, rate, batch, width):
+    """Drafts accepted of `width` by each of `batch` requests, every one with probability `rate`."""
+    return (rng.random((batch, width)) < rate).cumprod(axis=1).sum(axis=1)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_large_batch_that_changes_all_at_once_is_believed_at_once(monkeypatch, fresh):
+    """The same requests, or new ones unlike those before. Request by request it takes five steps or more."""
+    assert steps_until(0.5, batch=128, changed=0.97, fresh=fresh) <= 2
+    monkeypatch.setattr(ClassFilter, "COMMON_BATCH", 1000)
+    assert steps_until(0.5, batch=128, changed=0.97, fresh=fresh) >= 5
+
+
+def test_a_mixed_batch_whose_requests_are_told_apart_is_left_alone():
+    """Half of 128 requests accept nearly everything, half hardly anything: no step of it is a change of all."""
+    rng = np.random.default_rng(4)
+    learner = ClassFilter(WIDTHS, 7)
+    rows = np.arange(1, 129)
+    for row in rows.tolist():
+        learner.admit(row)
+    rates = np.where(rows % 2 == 0, 0.95, 0.3)[:, None]
+    for _ in range(200):
+        learner.observe(rows, (rng.random((128, 7)) < rates).cumprod(axis=1).sum(axis=1), 7)
+    tokens = learner.expected(rows)[:, WIDTHS.index(7)]
+    assert tokens[rows % 2 == 0].min() > 2 * tokens[rows % 2 == 1].max()
+
+
 def test_survival_is_a_survival_curve(estimator):
     curve = estimator.survival()
     assert curve.shape == (N,)

@@ -227,6 +227,25 @@ def test_a_server_that_slows_as_a_whole_keeps_its_ratios_and_the_trust():
     assert model.row(4)[0][2] > 1.7 * 28.0
 
 
+@pytest.mark.parametrize("slower", [1.6, 3.0])
+@pytest.mark.parametrize("right", [True, False])
+def test_a_level_that_jumps_is_not_what_a_width_costs(slower, right):
+    """Clocks and other work on the machine come and go, whatever width runs. 3000 steps that change width every 20 to 60 and
+    level every 30 to 150, at any moment. 2 % noise; 3 % decides every width that matters."""
+    start = table() if right else table(cells={b: (row[0], row[1] * 1.4, row[2]) for b, row in CELLS.items()})
+    rng = np.random.default_rng(9)
+    model = CostModel(WIDTHS, 7, start)
+    level, width, level_until, width_until = 1.0, 7, 0, 0
+    for step in range(3000):
+        if step == level_until:
+            level, level_until = (slower if level == 1.0 else 1.0), step + int(rng.integers(30, 150))
+        if step == width_until:
+            width, width_until = int(rng.choice(WIDTHS)), step + int(rng.integers(20, 60))
+        model.observe(4, width, level * served(rng, 4, width, percent=2.0))
+    assert model.trusted == right
+    assert ratios(model, 4) == pytest.approx(TRUE[4], rel=0.03)
+
+
 def test_a_trusted_table_that_served_steps_contradict_loses_the_trust():
     wrong = table(cells={b: (row[0], row[1] * 1.4, row[2]) for b, row in CELLS.items()})
     model = CostModel(WIDTHS, 7, wrong)
