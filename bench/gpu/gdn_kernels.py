@@ -303,7 +303,18 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
-def captured(calls: list[Callable[[], Any]]) -> Any:
+@dataclass(frozen=True)
+class Captured:
+    """A CUDA graph and the calls in it, whose tensors must live as long: a graph knows addresses only."""
+
+    graph: Any
+    calls: list[Callable[[], Any]]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+def captured(calls: list[Callable[[], Any]]) -> Captured:
     """A CUDA graph of the calls, each of which has been made once before: what is compiled then must not be captured."""
     import torch
 
@@ -314,10 +325,10 @@ def captured(calls: list[Callable[[], Any]]) -> Any:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    return graph
+    return Captured(graph, calls)
 
 
-def replay_us(graphs: dict[str, Any], repeats: int) -> dict[str, list[float]]:
+def replay_us(graphs: dict[str, Captured], repeats: int) -> dict[str, list[float]]:
     """Microseconds of every replay of every graph.
 
     All replays are queued without a wait, so that none includes its own launch; every other round visits the graphs

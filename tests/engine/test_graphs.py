@@ -105,6 +105,20 @@ def test_target_and_drafter_find_a_full_graph_for_every_batch_size(
 
 
 @pytest.mark.usefixtures("supports_full_graphs")
+@pytest.mark.parametrize("widths", ["auto:1,3,5,7", "auto"])
+def test_every_width_of_auto_finds_a_full_graph_for_every_batch_size(
+    models: Models, drafter: Drafter, engine: Engine, widths: str
+) -> None:
+    """All widths are captured side by side: the graphs of one must not hide those of another."""
+    with plugin_environment({"DFLASH_VERIFY_TOKENS": widths}):
+        config = gpu_config(models, drafter)
+        captured = {entry[2] for entry in config.speculative_config.num_speculative_tokens_per_batch_size}
+        assert len(captured) > 2
+        manager = target_manager(config)
+        assert {width: without_full_graph(manager, width + 1) for width in captured} == {w: [] for w in captured}
+
+
+@pytest.mark.usefixtures("supports_full_graphs")
 def test_without_the_overlay_the_dflash2_drafter_finds_none_at_width_3(
     models: Models, drafter: Drafter, engine: Engine
 ) -> None:

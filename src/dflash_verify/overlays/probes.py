@@ -14,7 +14,7 @@ from unittest import mock
 from dflash_verify.overlays.attach import MARKER, apply, revert
 from dflash_verify.settings import load
 
-DRAFT_WIDTH, SLOTS, WIDTHS = 7, 8, (1, 3, 7)
+DRAFT_WIDTH, SLOTS, MANY_SLOTS, WIDTHS = 7, 8, 64, (1, 3, 7)
 CONV_WIDTH = 4
 
 Schedule = list[tuple[int, int, int]]
@@ -127,11 +127,16 @@ def run_probes(device: str = "cuda") -> list[Probe]:
 def _graphs(device: str) -> Probe:
     missing = []
     schedules: list[Schedule] = [[(1, SLOTS, width)] for width in WIDTHS]
-    schedules.append([(i, i, width) for i, width in enumerate(WIDTHS, 1)])
+    mixed: Schedule = [(i, i, width) for i, width in enumerate(WIDTHS, 1)]
+    schedules.append(mixed)
     with single_rank():
-        for slots in (1, SLOTS):
+        for slots in (1, SLOTS, MANY_SLOTS):
             for schedule in schedules:
-                target, draft = graph_managers(probe_config(schedule, max_num_seqs=slots, device=device), device=device)
+                # With many slots only every eighth request count has sizes of its own, as in a plan.
+                counts = range(1, slots + 1) if slots < MANY_SLOTS else range(8, slots + 1, 8)
+                sizes = sorted({n * (width + 1) for n in counts for width in (*WIDTHS, DRAFT_WIDTH)})
+                config = probe_config(schedule, max_num_seqs=slots, device=device, capture_sizes=sizes)
+                target, draft = graph_managers(config, device=device)
                 for n in range(1, slots + 1):
                     wanted = [("target", target, width + 1) for _, _, width in schedule]
                     for who, manager, length in [*wanted, ("drafter", draft, DRAFT_WIDTH + 1)]:
