@@ -98,9 +98,11 @@ class ClassFilter:
     REBUILD_EARLY = 8  # then every 8th,
     REBUILD_LATE = 16  # and once the shape has settled every 16th
     SETTLED = 256
-    COMMON_BATCH = 8  # requests that can show together that all of them changed
+    COMMON_BATCH = 2  # requests that can show together that all of them changed
+    COMMON_MEMORY = 0.9  # of what they showed, per step: small batches need several,
+    COMMON_ALONE = 32  # so many requests none but the last
     COMMON_MARGIN = 8.0  # log odds against that, before a step,
-    COMMON_MARGIN_EACH = 0.2  # and more for each request: what a filter in its own noise loses against any mixture
+    COMMON_MARGIN_EACH = 0.1  # and more for each request: what a filter in its own noise loses against any mixture
     COMMON_ROUNDS = 12  # of expectation maximisation, from flat
     LARGE_BATCH = 64  # from here on tokens are written to the rows when observed, not when a decision asks for them
 
@@ -125,6 +127,10 @@ class ClassFilter:
         self._information = np.zeros(n)
         self._outcome = _Outcomes(n)
         self._trial, self._success = _outcome_masks(n)
+        self._seen = np.zeros(
+            2 * (n + 1)
+        )  # outcomes of the last steps, and the log evidence of what was believed of them
+        self._evidence = 0.0
         self._updates = 0
         self._posterior = np.tile(self.prior, (MIN_ROWS, 1))
         self._born = np.zeros(MIN_ROWS, dtype=np.intp)  # update at which the row's request came
@@ -232,26 +238,31 @@ class ClassFilter:
         self._keep(belief)
 
     def _common_change(self, outcome: IntArray, evidence: Array) -> Array | None:
-        """The mixture of classes that the step alone suggests, if it explains the step so much better than what is believed
-        of each request that all of them must have changed at once: new text, or new requests unlike the ones before.
+        """The mixture of classes that the last steps suggest, if it explains them so much better than what is believed of
+        each request that all of them must have changed at once: new text, or new requests unlike the ones before.
 
-        Each request's own filter needs several steps to say so, since one step of one request says little; the step of a
-        large batch says it at once. Beliefs that tell requests apart explain a mixed batch better than any one mixture
+        Each request's own filter needs several steps to say so, since one step of one request says little; those of a
+        large batch say it together. Beliefs that tell requests apart explain a mixed batch better than any one mixture
         does, so these are left alone.
         """
-        counts = np.bincount(outcome, minlength=len(self._likelihood))
-        seen = np.flatnonzero(counts)
-        n = counts[seen]
-        believed = float(np.log(evidence).sum()) + self.COMMON_MARGIN + self.COMMON_MARGIN_EACH * len(outcome)
-        if float(n @ np.log(n / len(outcome))) <= believed:  # no mixture explains it better than its own frequencies
+        memory = max(0.0, self.COMMON_MEMORY * (1.0 - len(outcome) / self.COMMON_ALONE))
+        self._seen *= memory
+        self._seen += np.bincount(outcome, minlength=len(self._seen))
+        self._evidence = memory * self._evidence + float(np.log(evidence).sum())
+        total = float(self._seen.sum())
+        believed = self._evidence + self.COMMON_MARGIN + self.COMMON_MARGIN_EACH * total
+        best = self._seen @ np.log(np.maximum(self._seen, 1e-12) / total)
+        if float(best) <= believed:  # no mixture explains them better than their own frequencies
             return None
-        likelihood = self._likelihood[seen]
+        likelihood = self._likelihood
         mixture = self._flat
         for _ in range(self.COMMON_ROUNDS):
             share = likelihood * mixture
-            mixture = ((n / share.sum(axis=1)) @ share) / len(outcome)
-        if float(n @ np.log(likelihood @ mixture)) <= believed:
+            mixture = ((self._seen / share.sum(axis=1)) @ share) / total
+        if float(self._seen @ np.log(likelihood @ mixture)) <= believed:
             return None
+        self._seen[:] = 0.0
+        self._evidence = 0.0
         return mixture
 
     def pass_step(self, rows: IntArray) -> None:

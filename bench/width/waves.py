@@ -1,0 +1,126 @@
+"""Waves of requests that alternate between structured text and prose, all at once: how fast does the width follow?
+
+    python bench/width/waves.py [--table FILE] [--streams 8,32,128,256] [--tokens 120] [--seeds 5]
+
+The workload of `bench/gpu/width.py`'s regime *alternating*, simulated on a measured cost table: every wave is new requests,
+which say nothing about themselves, after others that were unlike them. *informed* knows the wave's survival curve and takes
+the best width for the requests that are left; what it lacks is only the delay. Ratios of tok/s, mean over the seeds.
+"""
+
+import argparse
+from collections import deque
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from dflash_verify.width.controller import WidthController
+from dflash_verify.width.cost import CostTable
+
+REPOSITORY = Path(__file__).parents[2]
+TABLE = REPOSITORY / "bench/gpu/results/2026-11-29-h200-qwen3-8b-cost.json"
+SURVIVAL = {  # P(first i drafts accepted), as in bench/gpu/engine.py
+    "structured": np.array([0.98, 0.98, 0.94, 0.94, 0.91, 0.83, 0.83]),
+    "prose": np.array([0.75, 0.58, 0.41, 0.28, 0.16, 0.09, 0.06]),
+}
+WAVES = ("structured", "prose") * 2
+DELAY = 2  # asynchronous scheduling: a step is decided when the one before the last has come back
+PREFILL_STEPS = 1.5  # of full width, at the start of a wave
+
+
+class Policy(Protocol):
+    def decide(self, ids: list[str], kind: str) -> int: ...
+    def observe(self, ids: list[str], width: int, accepted: list[int], step_ms: float, ended: list[str]) -> None: ...
+
+
+class Auto:
+    def __init__(self, table: CostTable) -> None:
+        self.controller = WidthController(table.widths, table.draft_width, table)
+
+    def decide(self, ids: list[str], kind: str) -> int:
+        return self.controller.decide(ids).width
+
+    def observe(self, ids: list[str], width: int, accepted: list[int], step_ms: float, ended: list[str]) -> None:
+        self.controller.observe(ids, width, accepted)
+        self.controller.observe_step(len(ids), width, step_ms)
+        self.controller.forget(ended)
+
+
+class Static:
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def decide(self, ids: list[str], kind: str) -> int:
+        return self.width
+
+    def observe(self, ids: list[str], width: int, accepted: list[int], step_ms: float, ended: list[str]) -> None:
+        pass
+
+
+class Informed(Static):
+    def __init__(self, table: CostTable) -> None:
+        super().__init__(table.draft_width)
+        self.table = table
+
+    def decide(self, ids: list[str], kind: str) -> int:
+        goodput = [
+            (1.0 + SURVIVAL[kind][:width].sum()) / ms
+            for width, ms in zip(self.table.widths, self.table.row(len(ids)), strict=True)
+        ]
+        return self.table.widths[int(np.argmax(goodput))]
+
+
+def serve(policy: Policy, table: CostTable, streams: int, tokens: int, seed: int) -> tuple[float, list[list[int]]]:
+    """tok/s, and the width of every step of each wave."""
+    rng = np.random.default_rng(seed)
+    pending: deque[tuple[list[str], int, list[int], float, list[str]]] = deque()
+    next_width, clock_ms, widths = table.draft_width, 0.0, []
+    for wave, kind in enumerate(WAVES):
+        left = dict.fromkeys((f"{wave}-{i}" for i in range(streams)), tokens)
+        clock_ms += PREFILL_STEPS * table.step_ms(streams, table.draft_width)
+        widths.append([])
+        while left:
+            ids = list(left)
+            while len(pending) >= DELAY:
+                policy.observe(*pending.popleft())
+            width, next_width = next_width, policy.decide(ids, kind)
+            widths[-1].append(width)
+            accepted = (rng.random((len(ids), 1)) < SURVIVAL[kind][:width]).sum(axis=1).tolist()
+            step_ms = table.step_ms(len(ids), width)
+            clock_ms += step_ms
+            for request, count in zip(ids, accepted, strict=True):
+                left[request] -= count + 1
+            ended = [request for request in ids if left[request] <= 0]
+            for request in ended:
+                del left[request]
+            pending.append((ids, width, accepted, step_ms * float(np.exp(0.02 * rng.standard_normal())), ended))
+    return 1e3 * streams * tokens * len(WAVES) / clock_ms, widths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", type=Path, default=TABLE)
+    parser.add_argument("--streams", default="8,32,128,256")
+    parser.add_argument("--tokens", type=int, default=120, help="of each request")
+    parser.add_argument("--seeds", type=int, default=5)
+    args = parser.parse_args()
+    table = CostTable.load(args.table)
+    print("streams  auto / full width  auto / best static  auto / informed  widths of the third wave (structured)")
+    for streams in (int(part) for part in args.streams.split(",")):
+        auto, informed = [], []
+        static: dict[int, list[float]] = {width: [] for width in table.widths}
+        for seed in range(args.seeds):
+            policy = Auto(table)
+            serve(policy, table, streams, args.tokens, seed + 1000)  # a controller that has been serving
+            speed, widths = serve(policy, table, streams, args.tokens, seed)
+            auto.append(speed)
+            informed.append(serve(Informed(table), table, streams, args.tokens, seed)[0])
+            for width, speeds in static.items():
+                speeds.append(serve(Static(width), table, streams, args.tokens, seed)[0])
+        mean = {width: float(np.mean(speeds)) for width, speeds in static.items()}
+        ratios = [float(np.mean(auto)) / of for of in (mean[table.draft_width], max(mean.values()), np.mean(informed))]
+        print(f"{streams:7d}  {ratios[0]:17.3f}  {ratios[1]:18.3f}  {ratios[2]:15.3f}  {''.join(map(str, widths[2]))}")
+
+
+if __name__ == "__main__":
+    main()
