@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -193,6 +194,12 @@ def median_row(runs: list[Run], **labels: Any) -> dict[str, Any]:
         "controller_us": round(middle.controller_us, 1),
         "path": middle.path,
     }
+
+
+def command_line() -> str:
+    """How to ask again, from the repository's root: without the folders of this machine."""
+    words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
+    return " ".join(["python", f"bench/gpu/{Path(sys.argv[0]).name}", *words])
 
 
 def about_machine() -> dict[str, str]:

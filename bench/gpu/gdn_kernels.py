@@ -421,9 +421,9 @@ def main() -> None:
     began = time.time()
     import torch
 
-    from engine import about_machine
+    from engine import about_machine, command_line
 
-    result: dict[str, Any] = {"machine": about_machine(), "command": "python " + " ".join(sys.argv), "rows": []}
+    result: dict[str, Any] = {"machine": about_machine(), "command": command_line(), "rows": []}
     batches = [int(part) for part in args.batches.split(",")]
     for kernel in args.kernels.split(","):
         if time.time() - began > args.seconds:

@@ -15,7 +15,6 @@ idle GPU: where it is larger, launching is what takes the time.
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -210,9 +209,9 @@ def main() -> None:
     began = time.time()
     import torch
 
-    from engine import about_machine
+    from engine import about_machine, command_line
 
-    result: dict[str, Any] = {"machine": about_machine(), "command": "python " + " ".join(sys.argv), "rows": []}
+    result: dict[str, Any] = {"machine": about_machine(), "command": command_line(), "rows": []}
     widths = [int(part) for part in args.widths.split(",")]
     for drafts in args.drafts.split(","):
         for batch in (int(part) for part in args.batches.split(",")):

@@ -29,7 +29,7 @@ def main() -> None:
     import numpy as np
     from vllm import SamplingParams
 
-    from engine import GpuEngine, about_machine
+    from engine import GpuEngine, about_machine, command_line
 
     engine = GpuEngine(args.model, {}, args.streams, tensor_parallel_size=2, gpu_memory_utilization=0.7)
     print(f"started in {engine.start_s:.1f} s", flush=True)
@@ -48,7 +48,7 @@ def main() -> None:
     (widths_0, sum_0), (widths_1, sum_1) = testimony
     result = {
         "machine": about_machine(),
-        "command": "python " + " ".join(sys.argv),
+        "command": command_line(),
         "steps": steps,
         "seconds": round(time.time() - began, 1),
         "widths": {str(width): widths_0.count(width) for width in sorted(set(widths_0))},

@@ -57,7 +57,7 @@ def main() -> None:
     from train import stdlib_text
     from vllm import LLM, SamplingParams
 
-    from engine import about_machine
+    from engine import about_machine, command_line
 
     fields: dict[str, Any] = {
         "model": str(args.pair / "target"),
@@ -116,7 +116,7 @@ def main() -> None:
         rows.append(row)
         print(row, flush=True)
         Path(args.out).write_text(
-            json.dumps({"machine": about_machine(), "command": "python " + " ".join(sys.argv), "rows": rows}, indent=1)
+            json.dumps({"machine": about_machine(), "command": command_line(), "rows": rows}, indent=1)
         )
     llm.llm_engine.engine_core.shutdown()
 

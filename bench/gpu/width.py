@@ -10,11 +10,10 @@ speculation), `plain3` (vLLM's own schedule [[1, M, 3]], no overlay) and `adapti
 import argparse
 import json
 import os
-import sys
 import time
 from typing import Any
 
-from engine import WAVE_TOKENS, GpuEngine, about_machine, median_row
+from engine import WAVE_TOKENS, GpuEngine, about_machine, command_line, median_row
 
 
 def parse() -> argparse.Namespace:
@@ -98,7 +97,7 @@ def select(engine: GpuEngine, kind: str, arm: str) -> None:
 def write(path: str, engine: GpuEngine, rows: list[dict[str, Any]], machine: dict[str, str]) -> None:
     result = {
         "machine": machine,
-        "command": "python " + " ".join(sys.argv),
+        "command": command_line(),
         "start_s": round(engine.start_s, 1),
         "drafter_graphs": engine.draft_graphs(),
         "rows": rows,

@@ -22,7 +22,14 @@ from launcher.settings import DEFAULTS
 
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
-SHELL = ["start.sh", ".ci/run", "launcher/environment.sh", "launcher/suites.sh", "docker/entrypoint.sh"]
+SHELL = [
+    "start.sh",
+    ".ci/run",
+    "launcher/environment.sh",
+    "launcher/suites.sh",
+    "docker/entrypoint.sh",
+    "bench/gpu/series.sh",
+]
 
 
 def tool(name: str) -> str:
@@ -38,7 +45,10 @@ def clean(*command: str) -> None:
 
 def test_every_shell_script_is_in_the_list() -> None:
     tracked = [
-        path for folder in ("launcher", "docker", ".ci") for path in (ROOT / folder).rglob("*") if path.is_file()
+        path
+        for folder in ("launcher", "docker", ".ci", "bench")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file()
     ]
     scripts = {p for p in tracked if p.suffix == ".sh" or p.read_bytes()[:2] == b"#!"} | {ROOT / "start.sh"}
     assert scripts == {ROOT / name for name in SHELL}
