@@ -101,7 +101,7 @@ class ClassFilter:
     COMMON_BATCH = 2  # requests that can show together that all of them changed
     COMMON_MEMORY = 0.9  # of what they showed, per step: small batches need several,
     COMMON_ALONE = 32  # so many requests none but the last
-    COMMON_MARGIN = 8.0  # log odds against that, before a step,
+    COMMON_MARGIN = 10.0  # log odds against that, before a step,
     COMMON_MARGIN_EACH = 0.1  # and more for each request: what a filter in its own noise loses against any mixture
     COMMON_ROUNDS = 12  # of expectation maximisation, from flat
     LARGE_BATCH = 64  # from here on tokens are written to the rows when observed, not when a decision asks for them

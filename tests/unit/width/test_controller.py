@@ -349,8 +349,16 @@ def recovery(cost, batch, to, seed, delay):
 
 
 @pytest.mark.parametrize("delay", [1, 2])
-@pytest.mark.parametrize(("cost", "batch"), [("spark", 4), ("h200-dense", 32)])
-@pytest.mark.parametrize("to", ["copy", "structured"])
+@pytest.mark.parametrize(
+    ("cost", "batch", "to"),
+    [
+        ("spark", 4, "copy"),
+        ("spark", 4, "structured"),
+        ("h200-dense", 32, "copy"),
+        ("h200-dense", 32, "structured"),
+        ("padding-jump", 8, "copy"),
+    ],
+)
 def test_code_after_prose_is_served_at_full_width_within_10_steps(cost, batch, to, delay):
     assert statistics.median(recovery(cost, batch, to, seed, delay) for seed in range(20)) <= 10
 
