@@ -98,6 +98,7 @@ WARM_STEPS = 3
 STEPS = 20  # 10 % step noise over 20 steps puts the median within 3 % (docs/width.md)
 LEAST_STEPS = 5
 PROMPT_TOKENS = 32
+GIVE_UP_STEPS = 8  # in a row in which no further request has started
 
 
 def seconds_allowed(settings: Settings) -> int:
@@ -178,7 +179,7 @@ def measure(core: Any, allowed_s: float) -> CostTable | None:
     widths = tuple(sorted({*steering.widths, steering.draft_width}))
     cells: dict[int, tuple[float, ...]] = {}
     rng = random.Random(0)
-    for batch in measuring_order(batch_sizes(scheduler.scheduler_config.max_num_seqs)):
+    for batch in measuring_order(batch_sizes(_slots(scheduler))):
         row: list[float] = []
         for width in widths:
             ms = _measure_cell(core, batch, width, rng) if time.monotonic() < deadline_s else None
@@ -194,6 +195,15 @@ def measure(core: Any, allowed_s: float) -> CostTable | None:
     return CostTable(steering.draft_width, widths, cells, key.capture_sizes, key)
 
 
+def _slots(scheduler: Any) -> int:
+    """Requests that run together at most; 0.33 may allow fewer than max_num_seqs."""
+    slots: int = scheduler.scheduler_config.max_num_seqs
+    active = getattr(scheduler, "max_num_active_reqs", None) or getattr(
+        scheduler.scheduler_config, "max_num_active_seqs", None
+    )
+    return min(slots, active) if active else slots
+
+
 def _measure_cell(core: Any, batch: int, width: int, rng: random.Random) -> float | None:
     """Median step time in ms of `batch` requests at `width`; None if they cannot run together here."""
     steering = core.scheduler.steering
@@ -205,12 +215,17 @@ def _measure_cell(core: Any, batch: int, width: int, rng: random.Random) -> floa
     try:
         for request_id in ids:
             core.add_request(*core.preprocess_add_request(_request(core, request_id, room, rng)))
-        prefills = 1 + batch * PROMPT_TOKENS // core.scheduler.max_num_scheduled_tokens
-        for taken in range(prefills + WARM_STEPS + 2 * STEPS):
+        # Running requests take their tokens first, so the last prefills may get few of a step's. What never becomes a clean
+        # step must not loop for ever, and what does not fit together is given up once no more requests start.
+        idle, started = 0, 0
+        for _ in range(WARM_STEPS + STEPS + 4 + batch):
             _advance(core)
             if len(samples) >= WARM_STEPS + STEPS:
                 break
-            if not samples and taken > prefills + WARM_STEPS + 4:  # they do not fit together
+            decoding = sum(request.num_output_tokens > 0 for request in core.scheduler.running)
+            idle = 0 if decoding > started else idle + 1
+            started = max(started, decoding)
+            if started < batch and idle > GIVE_UP_STEPS:
                 break
     finally:
         core.abort_requests(ids)

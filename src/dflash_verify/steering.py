@@ -15,6 +15,7 @@ from dflash_verify.settings import VerifyTokens
 from dflash_verify.width.controller import WidthController
 
 CONTROL_PERIOD_S = 0.2  # how old a look at the control file may be
+WAITED = 1.5  # a step that took so many times what it should, with a prefill launched behind it, waited for that launch
 
 
 class ControlError(ValueError):
@@ -35,6 +36,7 @@ class Step:
     uniform: bool
     decodes: int
     step_ms: float | None = None
+    prefill_behind: bool = False  # a step with a prefill was launched before this one's output was looked at
     ids: list[str] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
@@ -178,13 +180,12 @@ class Steering:
         """The step's output is here: how long did it take? Call before its results are observed.
 
         A step runs from the end of the one before, or, when the engine had nothing to do then, from its scheduling.
-        following: the step in flight behind it, under asynchronous scheduling. Launching one that holds a prefill, without
-        a graph, keeps the process from looking at this one's output, for 0.2 s on a hybrid model: then it has no time.
+        following: the step in flight behind it, under asynchronous scheduling.
         """
         now_s = self.clock()
         begin_s = self._last_end_s if self._busy else max(self._last_end_s, step.scheduled_s)
-        alone = following is None or following.uniform
-        step.step_ms = (now_s - begin_s) * 1e3 if step.uniform and alone and begin_s > 0.0 else None
+        step.step_ms = (now_s - begin_s) * 1e3 if step.uniform and begin_s > 0.0 else None
+        step.prefill_behind = following is not None and not following.uniform
         self._last_end_s = now_s
 
     def finished(self, step: Step, *, busy: bool) -> None:
@@ -197,7 +198,7 @@ class Steering:
         if controller is not None:
             if step.ids:
                 controller.observe(step.ids, step.width, step.accepted, step.drafted)
-            if step.step_ms is not None:
+            if step.step_ms is not None and not self._waited(step, controller):
                 controller.observe_step(step.batch, step.width, step.step_ms)
             if self._ended:
                 controller.forget(self._ended)
@@ -205,6 +206,15 @@ class Steering:
         if self._trace is not None:
             self._controller_s += time.perf_counter() - began_s
             self._write_trace(step)
+
+    @staticmethod
+    def _waited(step: Step, controller: WidthController) -> bool:
+        """Whether the step's time is that of something else: launching a prefill behind it, without a graph, keeps the
+        process from looking at this step's output, for up to 0.2 s on a hybrid model."""
+        if not step.prefill_behind or step.step_ms is None:
+            return False
+        expected_ms = controller.cost.expected_ms(step.batch, step.width)
+        return expected_ms is None or step.step_ms > WAITED * expected_ms
 
     def restart(self) -> None:
         """As after start: a controller that has seen nothing, with the cost table that is stored now."""

@@ -9,6 +9,7 @@ import pytest
 from dflash_verify.settings import VerifyTokens
 from dflash_verify.steering import CONTROL_PERIOD_S, Control, ControlError, Steering, Step
 from dflash_verify.width.controller import WidthController
+from dflash_verify.width.cost import CostTable
 
 WIDTHS = (1, 3, 7)
 
@@ -91,16 +92,19 @@ def test_a_step_with_prefill_or_other_widths_has_no_comparable_time() -> None:
     assert mixed.step_ms is None
 
 
-def test_a_step_whose_output_waited_for_the_launch_of_a_prefill_has_no_time() -> None:
-    made, clock = steering("3", (3,))
-    first, second = step(at=100.0), step(at=100.1)
-    clock.now = 101.0
-    made.arrived(first, following=step(uniform=False))
-    assert first.step_ms is None
-    made.finished(first, busy=True)
-    clock.now = 101.5
-    made.arrived(second, following=step(at=101.2))
-    assert second.step_ms == pytest.approx(500.0)
+def test_a_step_whose_output_waited_for_the_launch_of_a_prefill_teaches_no_cost() -> None:
+    """10 ms steps, some with a prefill launched behind them: those that the launch delayed to 200 ms are left out, those
+    that it did not are as good as any other."""
+    table = CostTable(7, WIDTHS, {1: (10.0, 10.0, 10.0), 8: (10.0, 10.0, 10.0)})
+    made, clock = steering("auto")
+    made.controller = controller = WidthController(WIDTHS, 7, table)
+    for number in range(40):
+        current, behind = step(7, clock.now), step(7, uniform=number % 2 == 0)
+        clock.now += 0.2 if number % 4 == 1 else 0.01
+        made.arrived(current, following=behind)
+        made.finished(current, busy=True)
+    assert controller.cost.observed_steps == 30
+    assert controller.cost.row(2)[0][2] == pytest.approx(10.0, rel=0.02)
 
 
 def test_an_ended_request_leaves_no_state_even_if_its_last_result_comes_later() -> None:

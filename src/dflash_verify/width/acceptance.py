@@ -74,6 +74,11 @@ def _outcome_masks(draft_width: int) -> tuple[Array, Array]:
     return np.vstack([trial, success]), np.vstack([success, success])
 
 
+def _x_log_x(values: Array) -> float:
+    """Sum of x log x, 0 for x = 0."""
+    return float((values * np.log(np.maximum(values, 1e-12))).sum())
+
+
 class ClassFilter:
     """A switching Bayes filter per request over acceptance classes, with a shared per-position shape.
 
@@ -127,9 +132,9 @@ class ClassFilter:
         self._information = np.zeros(n)
         self._outcome = _Outcomes(n)
         self._trial, self._success = _outcome_masks(n)
-        self._seen = np.zeros(
-            2 * (n + 1)
-        )  # outcomes of the last steps, and the log evidence of what was believed of them
+        # Outcomes of the last steps by drafts offered, [N + 1, 2 (N + 1)], and the log evidence of what was believed of them.
+        self._seen = np.zeros((n + 1, 2 * (n + 1)))
+        self._seen_total = 0.0
         self._evidence = 0.0
         self._updates = 0
         self._posterior = np.tile(self.prior, (MIN_ROWS, 1))
@@ -216,7 +221,11 @@ class ClassFilter:
         belief = belief * self._likelihood.take(outcome, axis=0)
         evidence = belief @ self._all_classes
         count = len(rows)
-        common = self._common_change(outcome, evidence) if count >= self.COMMON_BATCH else None
+        common = None
+        if count >= self.COMMON_BATCH:
+            common = self._common_change(outcome, drafted, evidence)
+        elif self._seen_total:
+            self._forget_steps()
         if common is not None:
             self.prior = common
             belief = common * self._likelihood.take(outcome, axis=0)
@@ -237,7 +246,7 @@ class ClassFilter:
             self._rebuild()
         self._keep(belief)
 
-    def _common_change(self, outcome: IntArray, evidence: Array) -> Array | None:
+    def _common_change(self, outcome: IntArray, drafted: int | IntArray, evidence: Array) -> Array | None:
         """The mixture of classes that the last steps suggest, if it explains them so much better than what is believed of
         each request that all of them must have changed at once: new text, or new requests unlike the ones before.
 
@@ -245,29 +254,41 @@ class ClassFilter:
         large batch say it together. Beliefs that tell requests apart explain a mixed batch better than any one mixture
         does, so these are left alone.
         """
-        memory = max(0.0, self.COMMON_MEMORY * (1.0 - len(outcome) / self.COMMON_ALONE))
+        count = len(outcome)
+        memory = max(0.0, self.COMMON_MEMORY * (1.0 - count / self.COMMON_ALONE))
+        if self._seen_total > 0.0:  # what a larger batch left behind must not outweigh this one
+            memory = min(memory, memory * count / ((1.0 - memory) * self._seen_total))
         self._seen *= memory
-        self._seen += np.bincount(outcome, minlength=len(self._seen))
+        seen = np.bincount(outcome + drafted * self._seen.shape[1], minlength=self._seen.size)
+        self._seen += seen.reshape(self._seen.shape)
+        self._seen[0] = 0.0  # no draft was offered: nothing was seen
         self._evidence = memory * self._evidence + float(np.log(evidence).sum())
-        total = float(self._seen.sum())
+        by_width = self._seen.sum(axis=1)
+        self._seen_total = total = float(by_width.sum())
         believed = self._evidence + self.COMMON_MARGIN + self.COMMON_MARGIN_EACH * total
-        best = self._seen @ np.log(np.maximum(self._seen, 1e-12) / total)
-        if float(best) <= believed:  # no mixture explains them better than their own frequencies
+        # No mixture explains them better than their own frequencies at each width: nothing to look for.
+        if _x_log_x(self._seen) - _x_log_x(by_width) <= believed:
             return None
-        likelihood = self._likelihood
+        counts = self._seen.sum(axis=0)
         mixture = self._flat
         for _ in range(self.COMMON_ROUNDS):
-            share = likelihood * mixture
-            mixture = ((self._seen / share.sum(axis=1)) @ share) / total
-        if float(self._seen @ np.log(likelihood @ mixture)) <= believed:
+            share = self._likelihood * mixture
+            mixture = ((counts / share.sum(axis=1)) @ share) / total
+        if float(counts @ np.log(self._likelihood @ mixture)) <= believed:
             return None
-        self._seen[:] = 0.0
-        self._evidence = 0.0
+        self._forget_steps()
         return mixture
+
+    def _forget_steps(self) -> None:
+        """The last steps say nothing about the next: everyone starts anew, or a step was of one request or of none."""
+        self._seen[:] = 0.0
+        self._seen_total = 0.0
+        self._evidence = 0.0
 
     def pass_step(self, rows: IntArray) -> None:
         if rows is not self._rows:
             self._gather(rows)
+        self._forget_steps()
         self._keep((1.0 - self.SWITCH) * self._belief)
 
     def _learn_shape(self) -> None:

@@ -298,9 +298,10 @@ class CostModel:
         8  # Only so many after a change of width compare two widths: later ones may show another clock or load,
     )
     AUDIT_TRACK = 0.2  # and say what the level of all widths is now.
-    WALK = 1e-4  # variance that the level of all widths gains per step: clocks, contexts, other work on the machine
+    WALK = 2e-5  # variance that the level of all widths gains per step: clocks, contexts, other work on the machine
     JUMP_STEPS = 4  # so many outliers in a row on one side are no spikes: the level has jumped,
     JUMP = 0.3  # by about this much in log time
+    JUMP_CELL = 0.1  # ... and a cell without a trusted table may be off by this much alone
     REACH = 4.0  # doublings of the batch over which width offsets stay alike
     FINE = 8  # batches up to here have cells of their own, larger ones share half-octaves
 
@@ -323,17 +324,17 @@ class CostModel:
         self._levelled = self.trusted
         self._level = 0.0
         self.observed_steps = 0
-        self._updates = self._forgotten_at = 0
+        self._updates = self._forgotten_at = self._walked_at = 0
         self._believed: dict[int, tuple[float, float]] = {}  # per cell since the last update: variance, mean
-        self._collected: dict[int, tuple[float, int]] = {}  # per well-known cell: sum and number of its log residuals
+        # Per well-known cell: sum and number of its log residuals since its last update, and the step of the last one.
+        self._collected: dict[int, tuple[float, int, int]] = {}
         self._guesses: dict[int, list[float]] = {}
-        # Audit of a trusted table, per width: mean clipped residual beside the level of the moment, and steps.
-        self._audit: dict[int, tuple[float, int]] = {}
-        self._audit_first: dict[int, list[float]] = {}
+        # Audit of a trusted table, per cell (batch group, width): mean clipped residual beside the level of the moment, steps.
+        self._audit: dict[tuple[int, int], tuple[float, int]] = {}
+        self._audit_first: dict[tuple[int, int], list[float]] = {}
         self._audit_level: float | None = None
-        self._audit_run = (-1, 0)  # the width of the last steps and their number
+        self._audit_run: tuple[tuple[int, int] | None, int] = (None, 0)  # the cell of the last steps and their number
         self._outliers = 0  # in a row, signed
-        self._walked_at = 0
         self._cache: dict[int, tuple[list[float], list[list[float]] | None]] = {}
 
     @property
@@ -410,6 +411,11 @@ class CostModel:
         self._groups[group] = at
         return at
 
+    def expected_ms(self, batch: int, width: int) -> float | None:
+        """What a step is expected to take; None if this width was never timed."""
+        j = self.widths.index(width)
+        return self.row(batch)[0][j] if self.known(j) else None
+
     def row(self, batch: int) -> tuple[list[float], list[list[float]] | None]:
         """(ms per width, covariance of their logs [W, W]); the covariance is None for a trusted table."""
         cached = self._cache.get(batch)
@@ -453,22 +459,22 @@ class CostModel:
                 guess = self._guess(b)[j] + middle
                 self._learn(b, j, min(max(y, guess - self.EARLY_SPREAD), guess + self.EARLY_SPREAD))
             return
-        if self.trusted and self._contradicted(j, x - self._guess(batch)[j]):
+        if self.trusted and self._contradicted((self.group(batch), j), x - self._guess(batch)[j]):
             self._lose_trust()
         self._learn(batch, j, x)
         if not self._cache:
             self.row(batch)  # here rather than in the next decision, which has a budget
 
-    def _contradicted(self, j: int, residual: float) -> bool:
+    def _contradicted(self, cell: tuple[int, int], residual: float) -> bool:
         """Whether served steps say that the trusted table is wrong about how two widths compare.
 
         Context growth, clocks and other work on the machine move all widths together, at any time. So two widths are
-        compared only where one follows the other: the first steps after a change against the level before it.
+        compared only where one cell follows another: the first steps after a change against the level before it.
         """
         last, run = self._audit_run
-        run = run + 1 if j == last else 1
-        self._audit_run = j, run
-        mean, count = self._audit.get(j, (0.0, 0))
+        run = run + 1 if cell == last else 1
+        self._audit_run = cell, run
+        mean, count = self._audit.get(cell, (0.0, 0))
         if self._audit_level is None:
             self._audit_level = residual
         alone = len(self._audit) <= 1 and count >= self.AUDIT_LEAST  # no other width to compare with yet
@@ -479,25 +485,26 @@ class CostModel:
         residual -= self._audit_level
         count += 1
         if count <= self.AUDIT_LEAST:  # the median of the first: one may be a spike
-            first = self._audit_first.setdefault(j, [])
+            first = self._audit_first.setdefault(cell, [])
             first.append(residual)
             mean = statistics.median(first)
         else:
             limit = self.OUTLIER * math.sqrt(self._noise_var)
             mean += min(max(residual - mean, -limit), limit) / min(count, self.AUDIT_STEPS)
-        self._audit[j] = mean, count
+        self._audit[cell] = mean, count
         if count < self.AUDIT_LEAST or count % self.AUDIT_LEAST:
             return False
-        for i, (other, seen) in self._audit.items():
-            if i != j and seen >= self.AUDIT_LEAST:
+        for other in range(len(self.widths)):
+            beside, seen = self._audit.get((cell[0], other), (0.0, 0))
+            if other != cell[1] and seen >= self.AUDIT_LEAST:
                 steps = 1.0 / min(count, self.AUDIT_STEPS) + 1.0 / min(seen, self.AUDIT_STEPS)
                 far = max(self.AUDIT_ERROR, self.AUDIT_SDS * math.sqrt(self._noise_var * steps))
-                if abs(mean - other) > far:
+                if abs(mean - beside) > far:
                     return True
         return False
 
     def _lose_trust(self) -> None:
-        """Start over: the table is what is guessed, and every width must be timed before it is believed."""
+        """Start over: the table is what is guessed, and widths are timed as far as knowing them better pays."""
         self.trusted = False
         self._doubt = self.FOREIGN
         self._level = (self._audit_level or 0.0) + sum(mean for mean, _ in self._audit.values()) / len(self._audit)
@@ -522,17 +529,19 @@ class CostModel:
         spread = math.sqrt(variance + self._noise_var)
         limit = self.OUTLIER * spread
         size = abs(error)
-        if self._jumped(error, limit):
+        if self._jumped(cell, error, limit):
             return
         if variance < self._noise_var:  # only a known cell's errors are noise
             clipped = min(size, limit)
             var = self._noise_var + 0.02 * (clipped * clipped - self._noise_var)
             low, high = self.NOISE_RANGE
             self._noise_var = min(max(var, low * low), high * high)
-            total, count = self._collected.get(cell, (0.0, 0))
+            total, count, last = self._collected.get(cell, (0.0, 0, 0))
+            if self.observed_steps - last > 2 * self.COLLECT:  # under a level that may be gone
+                total, count = 0.0, 0
             total, count = total + expected + math.copysign(clipped, error), count + 1
             if count < self.COLLECT and variance < 0.1 * self._noise_var:
-                self._collected[cell] = total, count
+                self._collected[cell] = total, count, self.observed_steps
                 return
             self._collected.pop(cell, None)
             self._update(cell, total / count - expected, self._noise_var / count)
@@ -542,8 +551,11 @@ class CostModel:
         else:
             self._update(cell, error, self._noise_var)
 
-    def _jumped(self, error: float, limit: float) -> bool:
-        """Outliers in a row on one side are a new level of all widths: it is doubted, so that the next steps find it."""
+    def _jumped(self, cell: int, error: float, limit: float) -> bool:
+        """Outliers in a row on one side are a new level of all widths: it is doubted, so that the next steps find it.
+
+        Without a table that is trusted it may as well be this cell alone; the next change of width tells.
+        """
         if abs(error) <= limit:
             self._outliers = 0
             return False
@@ -553,6 +565,8 @@ class CostModel:
             return False
         self._outliers = 0
         self._cov += self.JUMP**2
+        if not self.trusted:
+            self._cov[cell, cell] += self.JUMP_CELL**2
         self._believed.clear()
         self._collected.clear()
         self._cache.clear()
@@ -560,7 +574,7 @@ class CostModel:
 
     def _update(self, cell: int, error: float, noise: float) -> None:
         """Kalman update: `error` is how far the cell is from its mean, seen with variance `noise`."""
-        self._cov += self.WALK * min(self.observed_steps - self._walked_at, 100)
+        self._cov += self.WALK * (self.observed_steps - self._walked_at)
         self._walked_at = self.observed_steps
         column = self._cov[cell]
         gain = column / (float(column[cell]) + noise)

@@ -202,6 +202,54 @@ def test_a_mixed_batch_whose_requests_are_told_apart_is_left_alone():
     assert tokens[rows % 2 == 0].min() > 2 * tokens[rows % 2 == 1].max()
 
 
+def believed_changes(monkeypatch, steps):
+    """Of each step (acceptance rate, requests, width), whether the batch was believed to have changed as a whole."""
+    found = []
+    check = ClassFilter._common_change
+
+    def recorded(self, *args):
+        found.append(check(self, *args))
+        return found[-1]
+
+    monkeypatch.setattr(ClassFilter, "_common_change", recorded)
+    rng = np.random.default_rng(5)
+    learner = ClassFilter(WIDTHS, 7)
+    batch = 0
+    for rate, count, width in steps:
+        rows = np.arange(1, count + 1)
+        if count > batch:
+            for row in range(batch + 1, count + 1):
+                learner.admit(row)
+            batch = count
+        learner.observe(rows, runs(rng, rate, count, width), width)
+    return [change is not None for change in found]
+
+
+@pytest.mark.parametrize("batch", [4, 32, 128])
+def test_a_batch_that_stays_is_not_believed_to_have_changed(monkeypatch, batch):
+    """Of 400 steps at most one, after the 20 in which the requests become known; without the margin it would be many."""
+    steps = [(0.6, batch, 3)] * 420
+    assert sum(believed_changes(monkeypatch, steps)[20:]) <= 1
+    monkeypatch.undo()
+    monkeypatch.setattr(ClassFilter, "COMMON_MARGIN", 0.0)
+    monkeypatch.setattr(ClassFilter, "COMMON_MARGIN_EACH", 0.0)
+    assert sum(believed_changes(monkeypatch, steps)[20:]) > 10
+
+
+def test_a_change_of_all_is_seen_while_widths_alternate(monkeypatch):
+    before = [(0.4, 16, width) for width in (3, 7) * 40]
+    after = [(0.97, 16, width) for width in (3, 7) * 3]
+    changes = believed_changes(monkeypatch, before + after)
+    assert not any(changes[20:80])
+    assert any(changes[80:])
+
+
+def test_a_small_batch_after_a_large_one_speaks_for_itself(monkeypatch):
+    """What 256 requests showed in the step before must not outvote 16 that are another kind of text now."""
+    changes = believed_changes(monkeypatch, [(0.4, 256, 3)] * 60 + [(0.97, 16, 3)] * 3)
+    assert any(changes[60:])
+
+
 def test_survival_is_a_survival_curve(estimator):
     curve = estimator.survival()
     assert curve.shape == (N,)

@@ -246,6 +246,42 @@ def test_a_level_that_jumps_is_not_what_a_width_costs(slower, right):
     assert ratios(model, 4) == pytest.approx(TRUE[4], rel=0.03)
 
 
+def test_a_level_that_rose_while_one_width_ran_is_not_what_the_next_width_saves():
+    """Contexts grow to twice the step time while only width 7 is served; then width 3 is."""
+    model = CostModel(WIDTHS, 7, table())
+    rng = np.random.default_rng(10)
+    for step in range(40):
+        width = WIDTHS[step // 10 % 3]
+        model.observe(4, width, served(rng, 4, width, percent=2.0))
+    for step in range(800):
+        model.observe(4, 7, (1.0 + step / 800) * served(rng, 4, 7, percent=2.0))
+    for step in range(60):
+        width = (3, 7)[step // 10 % 2]
+        model.observe(4, width, 2.0 * served(rng, 4, width, percent=2.0))
+    assert model.trusted
+    assert ratios(model, 4) == pytest.approx(TRUE[4], rel=0.03)
+
+
+@pytest.mark.parametrize("slower", [1.5, 2.0, 3.0])
+def test_one_cell_that_was_priced_wrongly_is_no_new_level(slower):
+    """A right table but for 64 requests at width 3, which run without a graph, say. Eight steps of it are enough, however much
+    was served elsewhere before."""
+    right = CostTable(7, WIDTHS, {b: tuple(8.0 + 0.02 * b * (w + 1) for w in WIDTHS) for b in (1, 8, 64)})
+    model = CostModel(WIDTHS, 7, right)
+    rng = np.random.default_rng(11)
+
+    def serve(batch, width, steps, factor=1.0):
+        for _ in range(steps):
+            model.observe(batch, width, factor * right.step_ms(batch, width) * float(np.exp(0.03 * rng.normal())))
+
+    for _ in range(100):
+        serve(8, int(rng.choice(WIDTHS)), 4)
+    serve(64, 7, 60)
+    assert model.trusted
+    serve(64, 3, 8, slower)
+    assert model.learning
+
+
 def test_a_trusted_table_that_served_steps_contradict_loses_the_trust():
     wrong = table(cells={b: (row[0], row[1] * 1.4, row[2]) for b, row in CELLS.items()})
     model = CostModel(WIDTHS, 7, wrong)
