@@ -198,10 +198,7 @@ def measure(core: Any, allowed_s: float) -> CostTable | None:
 def _slots(scheduler: Any) -> int:
     """Requests that run together at most; 0.33 may allow fewer than max_num_seqs."""
     slots: int = scheduler.scheduler_config.max_num_seqs
-    active = getattr(scheduler, "max_num_active_reqs", None) or getattr(
-        scheduler.scheduler_config, "max_num_active_seqs", None
-    )
-    return min(slots, active) if active else slots
+    return min(slots, getattr(scheduler, "max_num_active_reqs", slots))
 
 
 def _measure_cell(core: Any, batch: int, width: int, rng: random.Random) -> float | None:

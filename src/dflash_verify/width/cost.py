@@ -294,9 +294,8 @@ class CostModel:
     AUDIT_SDS = 4.0  # ... and this surely,
     AUDIT_LEAST = 5  # after so many steps at each,
     AUDIT_STEPS = 64  # remembering so many.
-    AUDIT_FRESH = (
-        8  # Only so many after a change of width compare two widths: later ones may show another clock or load,
-    )
+    # Only so many steps after a change of width compare two widths: later ones may be under another clock or load,
+    AUDIT_FRESH = 8
     AUDIT_TRACK = 0.2  # and say what the level of all widths is now.
     WALK = 2e-5  # variance that the level of all widths gains per step: clocks, contexts, other work on the machine
     JUMP_STEPS = 4  # so many outliers in a row on one side are no spikes: the level has jumped,

@@ -20,6 +20,20 @@ def uniform_lengths(manager):
     return {d.uniform_token_count for descs in manager._capture_descs.values() for d in descs} - {None}
 
 
+def stock_and_ours(managers, config):
+    """The target's manager without and with the overlays."""
+    from dflash_verify import overlays
+    from dflash_verify.settings import load
+
+    stock, _ = managers(config)
+    overlays.apply(load({"DFLASH_VERIFY_TOKENS": "3"}))
+    try:
+        ours, _ = managers(config)
+    finally:
+        overlays.revert()
+    return stock, ours
+
+
 SCHEDULES = {1: [(1, SLOTS, 1)], 3: [(1, SLOTS, 3)], 7: [(1, SLOTS, 7)], "137": [(1, 1, 1), (2, 2, 3), (3, 3, 7)]}
 
 
@@ -91,16 +105,7 @@ def test_stock_runs_steps_of_a_mixed_schedule_without_their_graph(managers, make
 @pytest.mark.parametrize("cudagraph_mode", ["FULL_AND_PIECEWISE", FULL_ONLY, "FULL", "PIECEWISE", "NONE"])
 def test_the_target_captures_what_stock_captures(managers, make_config, schedule, cudagraph_mode):
     """Where the schedule has one width, the overlays leave the target's manager exactly as it was."""
-    from dflash_verify import overlays
-    from dflash_verify.settings import load
-
-    config = make_config(schedule, mode=cudagraph_mode)
-    stock, _ = managers(config)
-    overlays.apply(load({"DFLASH_VERIFY_TOKENS": "3"}))
-    try:
-        ours, _ = managers(config)
-    finally:
-        overlays.revert()
+    stock, ours = stock_and_ours(managers, make_config(schedule, mode=cudagraph_mode))
     assert ours._capture_descs == stock._capture_descs
     assert ours._candidates == stock._candidates
 
@@ -108,16 +113,7 @@ def test_the_target_captures_what_stock_captures(managers, make_config, schedule
 @pytest.mark.parametrize("cudagraph_mode", ["FULL_AND_PIECEWISE", FULL_ONLY, "FULL", "PIECEWISE", "NONE"])
 def test_with_several_widths_stock_graphs_are_captured_and_none_is_lost(managers, make_config, cudagraph_mode):
     """Of a schedule that reaches every width; every candidate that stock has stays behind those that are added."""
-    from dflash_verify import overlays
-    from dflash_verify.settings import load
-
-    config = make_config([(1, 4, 7), (5, SLOTS, 3)], mode=cudagraph_mode)
-    stock, _ = managers(config)
-    overlays.apply(load({"DFLASH_VERIFY_TOKENS": "3"}))
-    try:
-        ours, _ = managers(config)
-    finally:
-        overlays.revert()
+    stock, ours = stock_and_ours(managers, make_config([(1, 4, 7), (5, SLOTS, 3)], mode=cudagraph_mode))
     assert ours._capture_descs == stock._capture_descs
     for key, descs in stock._candidates.items():
         assert ours._candidates[key][-len(descs) :] == descs
