@@ -21,6 +21,7 @@ from pair import Drafter, Shape, new_target, run_target, save_pair
 
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "pydoc_data", "encodings"}
 HELD_OUT = 10  # every tenth file is kept for measuring
+HELD_OUT_FILE = "held_out.txt"
 
 
 def stdlib_text(held_out: bool) -> bytes:
@@ -158,6 +159,8 @@ def main() -> None:
         "python": sys.version.split()[0],
     }
     save_pair(args.out, target, drafter, facts)
+    # What it was not trained on, for measuring it with another Python, whose library is another text.
+    (args.out / HELD_OUT_FILE).write_bytes(stdlib_text(held_out=True))
     print(args.out)
 
 

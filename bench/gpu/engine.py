@@ -40,13 +40,18 @@ CONTROL_S = 0.25  # the plugin looks at its control file five times a second
 
 @dataclass(frozen=True)
 class Run:
-    """One measured batch of streams of equal length. controller_us: all of the controller's work per step, median; 0 unless
+    """One measured batch of streams of equal length.
+
+    decode_ms: median step while all streams decode and nothing is prefilled. prompts_s: time of steps with prompts in them,
+    which FULL_DECODE_ONLY runs without a graph. controller_us: all of the controller's work per step, median; 0 unless
     the engine writes a trace. path: the width of every step in order, e.g. `7x3 3x41`; likewise."""
 
     tok_s: float
     width: float
     acceptance_length: float
     step_ms: float
+    decode_ms: float
+    prompts_s: float
     controller_us: float
     path: str = ""
 
@@ -105,6 +110,7 @@ class GpuEngine:
         began = time.time()
         self.llm = LLM(**(args | fields))
         self.start_s = time.time() - began
+        self.llm.collective_rpc("watch_times")
         self._speculates = speculative is not None
         if self._speculates:
             self.llm.collective_rpc("watch_draft_graphs")
@@ -136,35 +142,56 @@ class GpuEngine:
             if metric.name.startswith(prefix) and hasattr(metric, "value")
         }
 
-    def run(self, regime: str, streams: int, tokens: int, wave: int = WAVE_TOKENS) -> Run:
-        """`streams` requests at once, of `tokens` tokens each, or of `wave` in each wave of `alternating`."""
+    def run(self, regime: str, streams: int, tokens: int, seed: int = 0) -> Run:
+        """`streams` requests at once, of `tokens` tokens each, or of N in each wave of `alternating:N`. seed: of the first
+        request; the others follow."""
         import numpy as np
         from vllm import SamplingParams
 
-        waves = [(kind, wave) for kind in ALTERNATING] if regime == "alternating" else [(regime, tokens)]
+        name, _, wave = regime.partition(":")
+        waves = (
+            [(kind, int(wave or WAVE_TOKENS)) for kind in ALTERNATING] if name == "alternating" else [(name, tokens)]
+        )
         rng = np.random.default_rng(streams)
         prompts = [{"prompt_token_ids": rng.integers(10, 50000, 64).tolist()} for _ in range(streams)]
         traced = self._trace.stat().st_size if self._trace.exists() else 0
+        self.llm.collective_rpc("times")
         before, took = self._counters(), 0.0
         for kind, length in waves:
             if self._speculates:
                 self.set_survival(kind)
-            params = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False)
+            # Seeds, so that engines at the same width accept the same drafts.
+            params = [
+                SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False, seed=seed + i)
+                for i in range(streams)
+            ]
             began = time.perf_counter()
             self.llm.generate(prompts, params, use_tqdm=False)
             took += time.perf_counter() - began
-        after = self._counters()
+        after, phases = self._counters(), self._phases(streams)
         emitted = streams * sum(length for _, length in waves)
         drafts = after.get("drafts", 0) - before.get("drafts", 0)
         if not drafts:
-            return Run(emitted / took, 0.0, 1.0, took * 1e3 * streams / emitted, 0.0)
+            return Run(emitted / took, 0.0, 1.0, took * 1e3 * streams / emitted, **phases, controller_us=0.0)
         return Run(
             tok_s=emitted / took,
             width=(after["draft_tokens"] - before["draft_tokens"]) / drafts,
             acceptance_length=1 + (after["accepted_tokens"] - before["accepted_tokens"]) / drafts,
             step_ms=took * 1e3 * streams / drafts,
+            **phases,
             **self._traced(traced),
         )
+
+    def _phases(self, streams: int) -> dict[str, float]:
+        """decode_ms and prompts_s of the steps since the last question: from one launch to the next."""
+        steps = self.llm.collective_rpc("times")[0]
+        decode, prompts = [], 0.0
+        for (at, batch, has_prompts), (until, following, follow_prompts) in itertools.pairwise(steps):
+            if has_prompts or follow_prompts:
+                prompts += until - at
+            elif batch == following == streams:
+                decode.append(until - at)
+        return {"decode_ms": statistics.median(decode) * 1e3 if decode else 0.0, "prompts_s": prompts}
 
     def _traced(self, start: int) -> dict[str, Any]:
         if not self._trace.exists():
@@ -191,9 +218,20 @@ def median_row(runs: list[Run], **labels: Any) -> dict[str, Any]:
         "width": round(middle.width, 3),
         "acceptance_length": round(middle.acceptance_length, 3),
         "step_ms": round(middle.step_ms, 3),
+        "decode_ms": round(statistics.median(run.decode_ms for run in runs), 3),
+        "prompts_s": round(middle.prompts_s, 3),
         "controller_us": round(middle.controller_us, 1),
         "path": middle.path,
     }
+
+
+def meet(place: str, stage: str) -> None:
+    """Wait until N processes have reached `stage`. place: `FOLDER:N`; the folder is empty or new."""
+    folder, _, count = place.rpartition(":")
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / f"{stage}-{os.getpid()}").touch()
+    while len(list(Path(folder).glob(f"{stage}-*"))) < int(count):
+        time.sleep(0.2)
 
 
 def command_line() -> str:

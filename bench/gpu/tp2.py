@@ -1,7 +1,7 @@
 """Question: with tensor parallelism 2, do both ranks run the same widths and sample the same tokens, step for step?
 
 Every rank keeps the widths it was told and a running checksum of the tokens it sampled, over --steps steps with `auto` and
-an acceptance that alternates. `--kill` then ends rank 1 and watches the server go.
+an acceptance that alternates; 32 streams, where the best width changes with it. Then rank 1 is killed: does the engine end?
 
     python bench/gpu/tp2.py --steps 10000 --out tp2.json
 """
@@ -13,17 +13,18 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--steps", type=int, default=10000)
-    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
-    os.environ["DFLASH_VERIFY_TOKENS"] = "auto:1,3,7"
+    os.environ["DFLASH_VERIFY_TOKENS"] = "auto:1,3,5,7"
     os.environ.setdefault("DFLASH_PROFILE_SECONDS", "20")
 
     import numpy as np
@@ -57,6 +58,7 @@ def main() -> None:
         "same_tokens": sum_0 == sum_1,
     }
     print(json.dumps(result), flush=True)
+    write(args.out, result)
     # A rank that dies must end the engine, not hang it.
     os.kill(pids[1], signal.SIGKILL)
     killed = time.time()
@@ -66,10 +68,14 @@ def main() -> None:
     except Exception as error:  # whatever vLLM raises is the answer
         result["killed_rank"] = f"{type(error).__name__} after {time.time() - killed:.1f} s"
     print(result["killed_rank"], flush=True)
-    with open(args.out, "w") as file:
-        json.dump(result, file, indent=1)
+    write(args.out, result)
     sys.stdout.flush()
     os._exit(0)
+
+
+def write(path: str, result: dict[str, Any]) -> None:
+    with open(path, "w") as file:
+        json.dump(result, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def main() -> None:
     os.environ.update(environ)
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "block"))
-    from train import stdlib_text
+    from train import HELD_OUT_FILE
     from vllm import LLM, SamplingParams
 
     from engine import about_machine, command_line
@@ -80,7 +80,7 @@ def main() -> None:
     began = time.time()
     llm = LLM(**fields)
     print(f"{args.engine}: started in {time.time() - began:.1f} s", flush=True)
-    text = stdlib_text(held_out=True)
+    text = (args.pair / HELD_OUT_FILE).read_bytes()
     rows = []
 
     def counters() -> dict[str, float]:

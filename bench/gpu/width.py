@@ -3,6 +3,8 @@
 The engine `widths` captures all widths; its arms are switched between runs, so that nothing but the width differs. Engines
 of their own, started as a server would be: `auto`, `static3` (DFLASH_VERIFY_TOKENS=3), `stock` (no plugin), `off` (no
 speculation), `plain3` (vLLM's own schedule [[1, M, 3]], no overlay) and `adaptive` (enable_adaptive_verification).
+Two engines, each on a GPU of its own (CUDA_VISIBLE_DEVICES), are measured at once with `--beside`: each waits for the other, since
+an engine that starts slows another's small batches.
 
     python bench/gpu/width.py ENGINE --model qwen3-8b --streams 1,8,32,128,256 --out rows.json
 """
@@ -13,7 +15,7 @@ import os
 import time
 from typing import Any
 
-from engine import WAVE_TOKENS, GpuEngine, about_machine, command_line, median_row
+from engine import GpuEngine, about_machine, command_line, median_row, meet
 
 
 def parse() -> argparse.Namespace:
@@ -22,13 +24,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--streams", default="1,8,32,128,256")
     parser.add_argument("--slots", type=int, default=0, help="request slots (default: the largest of --streams)")
-    parser.add_argument("--regimes", default="structured,prose,alternating")
+    parser.add_argument(
+        "--regimes", default="structured,prose,alternating", help="also code, hard; alternating:N has waves of N tokens"
+    )
     parser.add_argument("--widths", default="1,3,5,7")
     parser.add_argument("--arms", default="", help="of engine widths: a subset of the widths and auto (default: all)")
     parser.add_argument("--tokens", type=int, default=0, help="of each request (default: 20480 / streams, 160 to 1600)")
-    parser.add_argument("--wave", type=int, default=WAVE_TOKENS, help="tokens of each request in a wave of alternating")
     parser.add_argument("--trace", action="store_true", help="record the controller's time and every step's width")
+    parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--beside", default="", metavar="FOLDER:N", help="measure when N engines of this host are ready"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="after the start; no further cell begins then")
     parser.add_argument("--out", required=True)
     return parser.parse_args()
@@ -50,7 +57,7 @@ def main() -> None:
     elif args.engine == "adaptive":
         speculative = {"enable_adaptive_verification": True}
 
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"gpu_memory_utilization": args.memory}
     if args.engine in ("stock", "plain3", "adaptive"):
         # The stock list ends at 512 tokens; give it every size it could use, so that only the width differs.
         counts = sorted({*range(1, 33), *range(40, 257, 8)} & set(range(1, slots + 1)))
@@ -62,6 +69,8 @@ def main() -> None:
         }
     engine = GpuEngine(args.model, speculative, slots, switched=args.engine == "widths", traced=args.trace, **fields)
     print(f"{args.engine} {args.model}: started in {engine.start_s:.1f} s", flush=True)
+    if args.beside:
+        meet(args.beside, "ready")
     began = time.time()
     arms = [args.engine]
     if args.engine == "widths":
@@ -79,13 +88,17 @@ def main() -> None:
                     if time.time() - began > args.seconds:
                         break
                     select(engine, args.engine, arm)
-                    runs[arm].append(engine.run(regime, count, tokens, args.wave))
+                    runs[arm].append(engine.run(regime, count, tokens, seed=1000 * repeat))
             labels = {"engine": args.engine, "model": args.model, "regime": regime, "streams": count}
             new = [median_row(runs[arm], arm=arm, **labels) for arm in arms if runs[arm]]
             rows += new
-            print(count, regime, {row["arm"]: (row["tok_s"], row["width"], row["step_ms"]) for row in new}, flush=True)
+            print(
+                count, regime, {row["arm"]: (row["tok_s"], row["width"], row["decode_ms"]) for row in new}, flush=True
+            )
             write(args.out, engine, rows, about_machine())
     print("drafter graphs", engine.draft_graphs(), flush=True)
+    if args.beside:
+        meet(args.beside, "done")
     engine.close()
 
 

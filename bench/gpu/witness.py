@@ -1,6 +1,7 @@
 """vLLM's worker extension for these benchmarks: methods that `LLM.collective_rpc` calls in each worker process."""
 
 import os
+import time
 from collections import Counter
 from typing import Any
 
@@ -38,6 +39,25 @@ class Witness:
 
     def draft_graphs(self) -> dict[str, int]:
         return dict(self._draft_graphs)
+
+    def watch_times(self) -> None:
+        execute = self.model_runner.execute_model
+        self._times: list[tuple[float, int, bool]] = []
+
+        def timed(output: Any, *args: Any, **kwargs: Any) -> Any:
+            if counts := output.num_scheduled_tokens:
+                drafts = output.scheduled_spec_decode_tokens
+                # More than one token and no drafts: a prompt.
+                prompts = any(n > 1 and r not in drafts for r, n in counts.items())
+                self._times.append((time.perf_counter(), len(counts), prompts))
+            return execute(output, *args, **kwargs)
+
+        self.model_runner.execute_model = timed
+
+    def times(self) -> list[tuple[float, int, bool]]:
+        """(when it was launched in s, requests, whether it has prompts) of every step since the last call."""
+        times, self._times = self._times, []
+        return times
 
     def watch_steps(self) -> int:
         """Returns this worker's process id."""

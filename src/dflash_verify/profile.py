@@ -169,23 +169,36 @@ def describe(table: CostTable) -> str:
     return "; ".join(rows)
 
 
+class _NoRoom(Exception):
+    """The KV cache holds fewer requests at once than were to be measured. fits: how many it held, at least 1."""
+
+    def __init__(self, fits: int) -> None:
+        super().__init__(fits)
+        self.fits = fits
+
+
 def measure(core: Any, allowed_s: float) -> CostTable | None:
     """Step time of every captured (batch, width) with requests of random tokens, on the real engine: its scheduler,
-    graphs, drafter, sampler and every rank. Sizes whose turn comes when the time is over are left out, and so are those
-    for which the KV cache has no room."""
+    graphs, drafter, sampler and every rank. Sizes whose turn comes when the time is over are left out. Where the KV cache
+    holds fewer requests than there are slots, as many as it holds take the place of the slots."""
     scheduler = core.scheduler
     steering = scheduler.steering
     deadline_s = time.monotonic() + allowed_s
     widths = tuple(sorted({*steering.widths, steering.draft_width}))
     cells: dict[int, tuple[float, ...]] = {}
     rng = random.Random(0)
-    for batch in measuring_order(batch_sizes(_slots(scheduler))):
+    sizes = measuring_order(batch_sizes(_slots(scheduler)))
+    while sizes:
+        batch = sizes.pop(0)
         row: list[float] = []
-        for width in widths:
-            ms = _measure_cell(core, batch, width, rng) if time.monotonic() < deadline_s else None
-            if ms is None:
-                break
-            row.append(ms)
+        try:
+            for width in widths:
+                ms = _measure_cell(core, batch, width, rng) if time.monotonic() < deadline_s else None
+                if ms is None:
+                    break
+                row.append(ms)
+        except _NoRoom as full:
+            sizes = [size for size in measuring_order(batch_sizes(full.fits)) if size not in cells]
         if len(row) == len(widths):
             cells[batch] = tuple(row)
     scheduler.reset_prefix_cache()
@@ -202,7 +215,8 @@ def _slots(scheduler: Any) -> int:
 
 
 def _measure_cell(core: Any, batch: int, width: int, rng: random.Random) -> float | None:
-    """Median step time in ms of `batch` requests at `width`; None if they cannot run together here."""
+    """Median step time in ms of `batch` requests at `width`; None if too few steps had nothing else in them. Raises
+    _NoRoom."""
     steering = core.scheduler.steering
     room = core.vllm_config.model_config.max_model_len - PROMPT_TOKENS
     ids = [f"dflash-verify-{batch}-{width}-{i}" for i in range(batch)]
@@ -223,6 +237,8 @@ def _measure_cell(core: Any, batch: int, width: int, rng: random.Random) -> floa
             idle = 0 if decoding > started else idle + 1
             started = max(started, decoding)
             if started < batch and idle > GIVE_UP_STEPS:
+                if started:
+                    raise _NoRoom(started)
                 break
     finally:
         core.abort_requests(ids)

@@ -65,7 +65,9 @@ class WidthMixin:
         width, now_s = self.steering.published, self.steering.clock()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if output.total_num_scheduled_tokens:
-            self._steps.append((output, self._step_of(output, width, now_s)))
+            step = self._step_of(output, width, now_s)
+            self.steering.scheduled(step)
+            self._steps.append((output, step))
         return output
 
     def _step_of(self, output: Any, width: int, now_s: float) -> Step:

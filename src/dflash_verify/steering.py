@@ -27,7 +27,8 @@ class Step:
     """A step between `schedule` and `update_from_output`.
 
     width: K that was published for it. scheduled_s: when it was scheduled. batch: its requests. uniform: every request
-    verifies exactly K drafts and nothing is prefilled, so its duration is that of a (batch, K) cell.
+    verifies exactly K drafts and nothing is prefilled, so its duration is that of a (batch, K) cell. cold: the first uniform
+    step of its batch and width, whose graph is launched for the first time, which takes longer.
     """
 
     width: int
@@ -35,7 +36,9 @@ class Step:
     batch: int
     uniform: bool
     decodes: int
+    cold: bool = False
     step_ms: float | None = None
+    exact: bool = True  # step_ms is the GPU's time, as far as launches tell (`arrived`)
     prefill_behind: bool = False  # a step with a prefill was launched before this one's output was looked at
     ids: list[str] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -129,8 +132,8 @@ class Steering:
         self._start: str | int = "auto" if verify_tokens.mode == "auto" else verify_tokens.widths[0]
         self._make_controller = make_controller
         self.controller: WidthController | None = make_controller() if self._start == "auto" else None
-        log = log or logging.getLogger(__name__)
-        self._control = Control(control_file, draft_width, widths, log) if control_file else None
+        self._log = log or logging.getLogger(__name__)
+        self._control = Control(control_file, draft_width, widths, self._log) if control_file else None
         self._trace: TextIO | None = open(trace_file, "a", buffering=1, encoding="utf-8") if trace_file else None  # noqa: SIM115
         self.published = draft_width if self._start == "auto" else int(self._start)
         # Set while measuring (profile.py).
@@ -140,6 +143,8 @@ class Steering:
         self._controller_s = 0.0  # since the last trace record
         self._last_end_s = 0.0
         self._busy = False
+        self._after_prefill = False
+        self._warm: set[tuple[int, int]] = set()  # (batch, width) that have run
 
     # -- a step's way ------------------------------------------------------------------------------------------------
 
@@ -176,17 +181,28 @@ class Steering:
         """Whether the width is what the server was started with (False: the control file or a measurement decides)."""
         return self.forced is None and (self._control is None or self._control.choice is None)
 
+    def scheduled(self, step: Step) -> None:
+        """The step is about to be launched."""
+        if step.uniform:
+            pair = step.batch, step.width
+            step.cold = pair not in self._warm
+            self._warm.add(pair)
+
     def arrived(self, step: Step, following: Step | None = None) -> None:
         """The step's output is here: how long did it take? Call before its results are observed.
 
         A step runs from the end of the one before, or, when the engine had nothing to do then, from its scheduling.
-        following: the step in flight behind it, under asynchronous scheduling.
+        following: the step in flight behind it, under asynchronous scheduling: it is launched before this one's output is
+        looked at. A launch that outlasts the step before it (a cold graph, kernels of a prefill one by one) makes that step
+        seem longer and its own shorter; so does a step with a prefill, which ends with its launch, to the one behind it.
         """
         now_s = self.clock()
         begin_s = self._last_end_s if self._busy else max(self._last_end_s, step.scheduled_s)
         step.step_ms = (now_s - begin_s) * 1e3 if step.uniform and begin_s > 0.0 else None
+        step.exact = not (step.cold or self._after_prefill or (following is not None and following.cold))
         step.prefill_behind = following is not None and not following.uniform
         self._last_end_s = now_s
+        self._after_prefill = not step.uniform
 
     def finished(self, step: Step, *, busy: bool) -> None:
         """The step's results are in. busy: whether requests remain, so that the next step follows at once."""
@@ -198,8 +214,15 @@ class Steering:
         if controller is not None:
             if step.ids:
                 controller.observe(step.ids, step.width, step.accepted, step.drafted)
-            if step.step_ms is not None and not self._waited(step, controller):
+            if step.step_ms is not None and step.exact and not self._waited(step, controller):
+                trusted = controller.cost.trusted
                 controller.observe_step(step.batch, step.width, step.step_ms)
+                if trusted and not controller.cost.trusted:
+                    self._log.warning(
+                        "dflash-verify: %s: it is a guess from now on, and widths are timed while serving. If this comes "
+                        "again after a restart, measure anew: dflash-verify profile --again.",
+                        controller.cost.contradiction,
+                    )
             if self._ended:
                 controller.forget(self._ended)
         self._ended.clear()

@@ -7,17 +7,18 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dflash_verify import overlays
+from dflash_verify import overlays, profile
 from dflash_verify.cpu import environment
 from dflash_verify.cpu.engine import ENGINE_ARGS, open_engine, plugin_environment, speculative_config
 from dflash_verify.cpu.models import Models
 from dflash_verify.profile import batch_sizes, cost_key, measuring_order
 from dflash_verify.settings import SettingsError
-from dflash_verify.width.cost import CostTable
+from dflash_verify.width.cost import CostKey, CostTable
 
 
 def test_batch_sizes_cover_the_slots_with_both_ends() -> None:
@@ -39,6 +40,62 @@ def test_measuring_that_is_cut_off_has_spanned_the_slots() -> None:
         assert places[-1] == len(sizes) - 1
         gaps = [b - a for a, b in itertools.pairwise(places)]
         assert max(gaps) <= 4 * min(gaps)
+
+
+class FullCore:
+    """An EngineCore of `slots` slots whose KV cache holds `room` requests at once; a step starts at most 100 of them."""
+
+    step_ms = 10.0
+
+    def __init__(self, slots: int, room: int) -> None:
+        self.steering = SimpleNamespace(widths=(3, 7), draft_width=7, forced=None, on_step=None)
+        self.scheduler = SimpleNamespace(
+            steering=self.steering,
+            running=[],
+            scheduler_config=SimpleNamespace(max_num_seqs=slots),
+            reset_prefix_cache=lambda: None,
+            has_requests=lambda: False,
+        )
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=2048))
+        self.batch_queue = None
+        self.waiting: list[Any] = []
+        self.room = room
+        self.preprocess_add_request = lambda request: (request,)
+        self.add_request = self.waiting.append
+        self.abort_requests = self.end
+        self.post_step = lambda executed: None
+
+    def end(self, ids: list[str]) -> None:
+        self.waiting.clear()
+        self.scheduler.running.clear()
+
+    def step_fn(self) -> tuple[None, bool]:
+        running = self.scheduler.running
+        for request in running:
+            request.num_output_tokens += 1
+        new = self.waiting[: min(100, self.room - len(running))]
+        del self.waiting[: len(new)]
+        step_ms = None if new else self.step_ms + len(running)
+        self.steering.on_step(SimpleNamespace(step_ms=step_ms, batch=len(running), width=self.steering.forced))
+        running += [SimpleNamespace(num_output_tokens=0) for _ in new]
+        return None, True
+
+
+def test_where_the_kv_cache_holds_fewer_than_the_slots_the_table_ends_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 slots a hybrid model ran 234, and the table ended at 128: what did not fit was left out, and the next size
+    below had its turn last."""
+    monkeypatch.setattr(profile, "_request", lambda *args: None)
+    monkeypatch.setattr(profile, "cost_key", lambda config: key())
+    table = profile.measure(FullCore(slots=256, room=234), allowed_s=60)
+    assert table is not None
+    assert sorted(table.cells) == batch_sizes(234)
+    assert table.cells[234] == (244.0, 244.0)
+    # Nothing at all fits: no table, and no endless loop.
+    assert profile.measure(FullCore(slots=256, room=0), allowed_s=60) is None
+
+
+def key() -> CostKey:
+    return CostKey("GPU", 1, "target", "draft", "0.33.0", "bfloat16", ())
 
 
 def test_the_command_measures_every_cell_and_a_server_then_uses_the_table(models: Models, tmp_path: Path) -> None:

@@ -333,6 +333,7 @@ class CostModel:
         self._audit_first: dict[tuple[int, int], list[float]] = {}
         self._audit_level: float | None = None
         self._audit_run: tuple[tuple[int, int] | None, int] = (None, 0)  # the cell of the last steps and their number
+        self.contradiction = ""  # why the table lost the trust, one sentence
         self._outliers = 0  # in a row, signed
         self._cache: dict[int, tuple[list[float], list[list[float]] | None]] = {}
 
@@ -499,6 +500,10 @@ class CostModel:
                 steps = 1.0 / min(count, self.AUDIT_STEPS) + 1.0 / min(seen, self.AUDIT_STEPS)
                 far = max(self.AUDIT_ERROR, self.AUDIT_SDS * math.sqrt(self._noise_var * steps))
                 if abs(mean - beside) > far:
+                    self.contradiction = (
+                        f"at {cell[0]} requests width {self.widths[cell[1]]} takes {math.exp(mean - beside):.2f} times what "
+                        f"the cost table says, compared with width {self.widths[other]}"
+                    )
                     return True
         return False
 
