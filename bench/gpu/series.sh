@@ -4,7 +4,8 @@
 #     bench/gpu/series.sh OUT SECONDS NAME...
 #
 # OUT/NAME.json and OUT/NAME.log per question; names are those of the table below, worth asking in its order.
-# For several GPUs start one series on each, with CUDA_VISIBLE_DEVICES; engines that start disturb others' small batches.
+# For several GPUs start one series on each, with CUDA_VISIBLE_DEVICES; engines that start disturb others' small batches, so
+# two that are to be compared are better given `width.py --beside`.
 set -u
 
 declare -A QUESTIONS=(
@@ -14,20 +15,20 @@ declare -A QUESTIONS=(
   ["dense-small-stock"]="width.py stock --slots 256 --streams 1,8,32 --repeats 3"
   ["dense-small-auto"]="width.py auto --slots 256 --streams 1,8,32 --repeats 3"
   ["dense-large-widths"]="width.py widths --streams 128,256 --arms 3,7,auto --repeats 2 --trace"
-  ["hybrid-large-stock"]="width.py stock --model qwen3-next-48 --streams 128,256 --repeats 2"
-  ["hybrid-large-auto"]="width.py auto --model qwen3-next-48 --streams 128,256 --repeats 2"
-  ["hybrid-small-stock"]="width.py stock --model qwen3-next-48 --slots 256 --streams 1,8,32 --tokens 640 --repeats 3"
-  ["hybrid-small-auto"]="width.py auto --model qwen3-next-48 --slots 256 --streams 1,8,32 --tokens 640 --repeats 3"
-  ["hybrid-large-widths"]="width.py widths --model qwen3-next-48 --streams 256,128 --arms 3,7,auto --repeats 2 --trace"
+  ["hybrid-large-stock"]="width.py stock --model qwen3-next-48 --memory 0.94 --streams 128,256 --repeats 2"
+  ["hybrid-large-auto"]="width.py auto --model qwen3-next-48 --memory 0.94 --streams 128,256 --repeats 2"
+  ["hybrid-small-stock"]="width.py stock --model qwen3-next-48 --memory 0.94 --slots 256 --streams 1,8,32 --tokens 640 --repeats 3"
+  ["hybrid-small-auto"]="width.py auto --model qwen3-next-48 --memory 0.94 --slots 256 --streams 1,8,32 --tokens 640 --repeats 3"
+  ["hybrid-large-widths"]="width.py widths --model qwen3-next-48 --memory 0.94 --streams 256,128 --arms 3,7,auto --repeats 2 --trace"
   # what draft-graphs is worth
   ["dense-small-static3"]="width.py static3 --slots 256 --streams 1,8,32 --repeats 3 --regimes structured,prose"
   ["dense-small-plain3"]="width.py plain3 --slots 256 --streams 1,8,32 --repeats 3 --regimes structured,prose"
   # what gdn-active-width is worth
   ["gdn-kernels"]="gdn_kernels.py"
-  ["hybrid-rows-narrowed"]="width.py static3 --model qwen3-next-48 --streams 1,8,32,128 --tokens 640 --regimes prose"
-  ["hybrid-rows-stock"]="width.py static3 --model qwen3-next-48 --streams 1,8,32,128 --tokens 640 --regimes prose"
+  ["hybrid-rows-narrowed"]="width.py static3 --model qwen3-next-48 --memory 0.94 --streams 1,8,32,128 --tokens 640 --regimes prose"
+  ["hybrid-rows-stock"]="width.py static3 --model qwen3-next-48 --memory 0.94 --streams 1,8,32,128 --tokens 640 --regimes prose"
   # two GPUs: same widths and tokens on both, and a rank that is killed
-  ["two-gpus"]="tp2.py --steps 10000 --seconds 200"
+  ["two-gpus"]="tp2.py --model qwen3-8b --steps 10000 --seconds 200"
   # further shapes, texts and arms
   ["moe-stock"]="width.py stock --model qwen3-30b-a3b --streams 128,32,8,1"
   ["moe-auto"]="width.py auto --model qwen3-30b-a3b --streams 128,32,8,1"

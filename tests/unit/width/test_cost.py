@@ -282,6 +282,20 @@ def test_one_cell_that_was_priced_wrongly_is_no_new_level(slower):
     assert model.learning
 
 
+@pytest.mark.parametrize(("extra_ms", "trusted"), [(1.0, True), (2.5, False)])
+def test_the_hosts_work_for_requests_that_come_and_go_is_no_width(extra_ms, trusted):
+    """Seen with two GPUs: steps of 6 to 8 ms, and width 3 ran only while requests ended, which costs the host a millisecond."""
+    short = CostTable(7, WIDTHS, {32: (5.9, 6.4, 7.7)})
+    model = CostModel(WIDTHS, 7, short)
+    rng = np.random.default_rng(12)
+    for _ in range(12):
+        for _ in range(40):
+            model.observe(32, 7, 7.7 * float(np.exp(0.03 * rng.normal())))
+        for _ in range(4):
+            model.observe(32, 3, (6.4 + extra_ms) * float(np.exp(0.03 * rng.normal())))
+    assert model.trusted == trusted
+
+
 def test_a_trusted_table_that_served_steps_contradict_loses_the_trust():
     wrong = table(cells={b: (row[0], row[1] * 1.4, row[2]) for b, row in CELLS.items()})
     model = CostModel(WIDTHS, 7, wrong)
