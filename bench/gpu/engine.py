@@ -43,7 +43,7 @@ class Run:
     """One measured batch of streams of equal length.
 
     decode_ms: median step while all streams decode and nothing is prefilled. prompts_s: time of steps with prompts in them,
-    which FULL_DECODE_ONLY runs without a graph. controller_us: all of the controller's work per step, median; 0 unless
+    which FULL_DECODE_ONLY runs without a graph, with the step before them and the gap between waves. controller_us: all of the controller's work per step, median; 0 unless
     the engine writes a trace. path: the width of every step in order, e.g. `7x3 3x41`; likewise."""
 
     tok_s: float
@@ -157,12 +157,13 @@ class GpuEngine:
         traced = self._trace.stat().st_size if self._trace.exists() else 0
         self.llm.collective_rpc("times")
         before, took = self._counters(), 0.0
-        for kind, length in waves:
+        for number, (kind, length) in enumerate(waves):
             if self._speculates:
                 self.set_survival(kind)
             # Seeds, so that engines at the same width accept the same drafts.
+            first = seed + 100_000 * number
             params = [
-                SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False, seed=seed + i)
+                SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False, seed=first + i)
                 for i in range(streams)
             ]
             began = time.perf_counter()
@@ -208,7 +209,7 @@ class GpuEngine:
 
 
 def median_row(runs: list[Run], **labels: Any) -> dict[str, Any]:
-    """One row: median throughput with the range of the repeats, the rest of the median run."""
+    """One row: median throughput with the range of the repeats, median decode_ms, the rest of the run with median throughput."""
     middle = sorted(runs, key=lambda run: run.tok_s)[len(runs) // 2]
     return labels | {
         "tok_s": round(statistics.median(run.tok_s for run in runs), 1),
@@ -226,11 +227,12 @@ def median_row(runs: list[Run], **labels: Any) -> dict[str, Any]:
 
 
 def meet(place: str, stage: str) -> None:
-    """Wait until N processes have reached `stage`. place: `FOLDER:N`; the folder is empty or new."""
+    """Wait until N processes have reached `stage`, or ten minutes. place: `FOLDER:N`; the folder is empty or new."""
     folder, _, count = place.rpartition(":")
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / f"{stage}-{os.getpid()}").touch()
-    while len(list(Path(folder).glob(f"{stage}-*"))) < int(count):
+    until = time.time() + 600
+    while len(list(Path(folder).glob(f"{stage}-*"))) < int(count) and time.time() < until:
         time.sleep(0.2)
 
 

@@ -1,7 +1,8 @@
 """Question: with tensor parallelism 2, do both ranks run the same widths and sample the same tokens, step for step?
 
-Every rank keeps the widths it was told and a running checksum of the tokens it sampled, over --steps steps with `auto` and
-an acceptance that alternates; 32 streams, where the best width changes with it. Then rank 1 is killed: does the engine end?
+Every rank keeps the widths it was told and a running checksum of the last token that each request sampled in each step, over
+--steps steps with `auto` and an acceptance that alternates; 32 streams, where the best width changes with it. Then rank 1 is killed:
+does the engine end?
 
     python bench/gpu/tp2.py --steps 10000 --out tp2.json
 """

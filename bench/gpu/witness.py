@@ -83,5 +83,5 @@ class Witness:
         return os.getpid()
 
     def steps(self) -> tuple[list[int], int]:
-        """Widths that this rank was told, and a checksum over everything it sampled."""
+        """Widths that this rank was told, and a checksum over the last token of each request in each step."""
         return self._widths, int(self._checksum.item())

@@ -170,7 +170,7 @@ def describe(table: CostTable) -> str:
 
 
 class _NoRoom(Exception):
-    """The KV cache holds fewer requests at once than were to be measured. fits: how many it held, at least 1."""
+    """Fewer requests run together than were to be measured, mostly for want of KV cache. fits: how many to try, at least 1."""
 
     def __init__(self, fits: int) -> None:
         super().__init__(fits)
@@ -245,7 +245,11 @@ def _measure_cell(core: Any, batch: int, width: int, rng: random.Random) -> floa
         _drain(core)
         steering.forced = steering.on_step = None
     samples = samples[WARM_STEPS:]
-    return statistics.median(samples) if len(samples) >= LEAST_STEPS else None
+    if len(samples) >= LEAST_STEPS:
+        return statistics.median(samples)
+    if started == batch > 1:  # they started, and outgrew the KV cache
+        raise _NoRoom(batch * 7 // 8)
+    return None
 
 
 def _counts(step: Any, batch: int, width: int) -> bool:

@@ -16,6 +16,7 @@ from dflash_verify.width.controller import WidthController
 
 CONTROL_PERIOD_S = 0.2  # how old a look at the control file may be
 WAITED = 1.5  # a step that took so many times what it should, with a prefill launched behind it, waited for that launch
+STARVED = 32  # timed steps in a row of which none was clean: what is not known is then learned from these
 
 
 class ControlError(ValueError):
@@ -28,7 +29,7 @@ class Step:
 
     width: K that was published for it. scheduled_s: when it was scheduled. batch: its requests. uniform: every request
     verifies exactly K drafts and nothing is prefilled, so its duration is that of a (batch, K) cell. cold: the first uniform
-    step of its batch and width, whose graph is launched for the first time, which takes longer.
+    step of its batch and width: its graph may be launched for the first time, which takes longer.
     """
 
     width: int
@@ -38,7 +39,7 @@ class Step:
     decodes: int
     cold: bool = False
     step_ms: float | None = None
-    exact: bool = True  # step_ms is the GPU's time, as far as launches tell (`arrived`)
+    exact: bool = True  # no launch that is known to be slow has moved step_ms (`arrived`)
     prefill_behind: bool = False  # a step with a prefill was launched before this one's output was looked at
     ids: list[str] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -143,7 +144,8 @@ class Steering:
         self._controller_s = 0.0  # since the last trace record
         self._last_end_s = 0.0
         self._busy = False
-        self._after_prefill = False
+        self._after_mixed = False
+        self._unclean = 0  # timed steps in a row that were not
         self._warm: set[tuple[int, int]] = set()  # (batch, width) that have run
 
     # -- a step's way ------------------------------------------------------------------------------------------------
@@ -194,15 +196,17 @@ class Steering:
         A step runs from the end of the one before, or, when the engine had nothing to do then, from its scheduling.
         following: the step in flight behind it, under asynchronous scheduling: it is launched before this one's output is
         looked at. A launch that outlasts the step before it (a cold graph, kernels of a prefill one by one) makes that step
-        seem longer and its own shorter; so does a step with a prefill, which ends with its launch, to the one behind it.
+        seem longer and its own shorter. A step with a prefill ends with its own launch, before the one behind it is
+        launched: its output is looked at late, and the one behind it seems shorter.
         """
         now_s = self.clock()
+        ahead = step.scheduled_s < self._last_end_s  # launched before the output of the one before was looked at
         begin_s = self._last_end_s if self._busy else max(self._last_end_s, step.scheduled_s)
         step.step_ms = (now_s - begin_s) * 1e3 if step.uniform and begin_s > 0.0 else None
-        step.exact = not (step.cold or self._after_prefill or (following is not None and following.cold))
+        step.exact = not (step.cold or (ahead and self._after_mixed) or (following is not None and following.cold))
         step.prefill_behind = following is not None and not following.uniform
         self._last_end_s = now_s
-        self._after_prefill = not step.uniform
+        self._after_mixed = not step.uniform
 
     def finished(self, step: Step, *, busy: bool) -> None:
         """The step's results are in. busy: whether requests remain, so that the next step follows at once."""
@@ -214,7 +218,7 @@ class Steering:
         if controller is not None:
             if step.ids:
                 controller.observe(step.ids, step.width, step.accepted, step.drafted)
-            if step.step_ms is not None and step.exact and not self._waited(step, controller):
+            if step.step_ms is not None and self._teaches(step, controller):
                 trusted = controller.cost.trusted
                 controller.observe_step(step.batch, step.width, step.step_ms)
                 if trusted and not controller.cost.trusted:
@@ -229,6 +233,15 @@ class Steering:
         if self._trace is not None:
             self._controller_s += time.perf_counter() - began_s
             self._write_trace(step)
+
+    def _teaches(self, step: Step, controller: WidthController) -> bool:
+        """Whether the cost model may see the step's time. Where every second step has a prefill none would ever be clean:
+        what is not known otherwise is then learned from them as they are."""
+        if step.exact and not self._waited(step, controller):
+            self._unclean = 0
+            return True
+        self._unclean += 1
+        return self._unclean > STARVED and controller.cost.learning
 
     @staticmethod
     def _waited(step: Step, controller: WidthController) -> bool:

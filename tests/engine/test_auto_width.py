@@ -121,6 +121,9 @@ def test_results_are_still_seen_after_the_engine_was_idle(models: Models) -> Non
             engine.generate(["Hello world"], 24)
             assert engine.scheduler.steering.controller._seen > before
         assert len(engine.scheduler._steps) <= 2
+        steering = engine.scheduler.steering
+        assert (1, 7) in steering._warm  # launched steps are known: the first of a batch and width teaches no cost
+        assert 0 < steering.controller.cost.observed_steps < len(engine.steps)
 
 
 def test_the_control_file_switches_a_running_engine(models: Models, tmp_path: Path) -> None:

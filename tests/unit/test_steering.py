@@ -181,6 +181,7 @@ def test_slow_launches_do_not_cost_a_right_table_the_trust(seed: int, caplog: py
         engine.wave(kind, 300)
     assert engine.steering.controller is not None
     cost = engine.steering.controller.cost
+    assert cost.observed_steps > 500
     assert cost.trusted
     assert cost.row(32)[0] == pytest.approx(engine.table.row(32), rel=0.02)
     assert not caplog.records
@@ -199,8 +200,79 @@ def test_a_table_that_loses_the_trust_is_said_once(caplog: pytest.LogCaptureFixt
     assert not engine.steering.controller.cost.trusted
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "at 32 requests width 5 takes 0.71 times what the cost table says" in record.getMessage()
+    assert "at about 32 requests width 5 takes 0.71 times what the cost table says" in record.getMessage()
     assert "dflash-verify profile --again" in record.getMessage()
+
+
+def serve(made: Steering, clock: Clock, launches: str, *, ahead: bool, ms: float = 10.0) -> int:
+    """Steps of one width with 2 requests each; p: with a prefill, n: the first of its batch, u: any other. ahead: each is scheduled
+    before the output of the one before is looked at. Returns how many taught the cost model."""
+    made.controller = controller = WidthController(WIDTHS, 7, CostTable(7, WIDTHS, {1: (ms,) * 3, 99: (ms,) * 3}))
+    made._warm.add((2, 7))
+    made.arrived(step(7, clock.now - 1.0))
+    made.finished(step(7), busy=True)
+    steps = []
+    for number, kind in enumerate(launches):
+        batch = 10 + number if kind == "n" else 2
+        steps.append(Step(7, 0.0, batch, uniform=kind != "p", decodes=batch))
+    for number, current in enumerate(steps):
+        if not ahead or number == 0:
+            current.scheduled_s = clock.now
+            made.scheduled(current)
+        following = steps[number + 1] if ahead and number + 1 < len(steps) else None
+        if following is not None:
+            following.scheduled_s = clock.now
+            made.scheduled(following)
+        clock.now += ms / 1e3
+        made.arrived(current, following)
+        made.finished(current, busy=True)
+    return controller.cost.observed_steps
+
+
+@pytest.mark.parametrize(
+    ("launches", "asynchronous", "synchronous"),
+    [
+        ("uuuu", 4, 4),
+        ("uunu", 2, 3),  # the first launch of a graph lengthens the step before it, and shortens its own
+        ("upuu", 2, 3),  # what follows a prefill seems shorter
+        ("upupupup", 1, 4),
+    ],
+)
+def test_steps_beside_slow_launches_teach_no_cost(launches: str, asynchronous: int, synchronous: int) -> None:
+    made, clock = steering("auto")
+    assert serve(made, clock, launches, ahead=True) == asynchronous
+    made, clock = steering("auto")
+    assert serve(made, clock, launches, ahead=False) == synchronous
+
+
+def test_a_server_with_some_clean_steps_learns_from_these_alone() -> None:
+    made, clock = steering("auto")
+    made.arrived(step(7, clock.now - 1.0))
+    assert made.controller is not None
+    for number in range(400):
+        clean = number % 4 == 0
+        current = step(7, clock.now - 0.01)
+        clock.now += 0.02 if clean else 0.1
+        made.arrived(current, step(7, uniform=clean))
+        made.finished(current, busy=True)
+    assert made.controller.cost.observed_steps == 100
+    assert made.controller.cost.row(2)[0][2] == pytest.approx(20.0, rel=0.02)
+
+
+def test_a_server_that_always_prefills_learns_from_what_there_is() -> None:
+    """Every second step has a prefill, so none is ever clean: a right table needs none, but without one no width would be known."""
+    for table, fewest, most in ((None, 60, 70), ("trusted", 0, 1)):
+        made, clock = steering("auto")
+        if table is not None:
+            made.controller = WidthController(WIDTHS, 7, CostTable(7, WIDTHS, {1: (10.0,) * 3, 8: (10.0,) * 3}))
+        made.arrived(step(7, clock.now - 1.0))
+        assert made.controller is not None
+        for number in range(200):
+            current, behind = step(7, clock.now - 0.01, number % 2 == 1), step(7, uniform=number % 2 == 0)
+            clock.now += 0.02
+            made.arrived(current, behind)
+            made.finished(current, busy=True)
+        assert fewest <= made.controller.cost.observed_steps <= most
 
 
 def test_an_ended_request_leaves_no_state_even_if_its_last_result_comes_later() -> None:

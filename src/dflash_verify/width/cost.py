@@ -292,7 +292,7 @@ class CostModel:
     COLLECT = 8  # steps of a well-known cell per update
     AUDIT_ERROR = 0.12  # a trusted table is distrusted when two widths compare this differently ...
     AUDIT_SDS = 4.0  # ... and this surely,
-    AUDIT_HOST_MS = 1.5  # ... by more than the host's work for requests that come and go, whatever width runs,
+    AUDIT_HOST_MS = 1.5  # ... by more than the host's work for requests that come and go, which is no width's,
     AUDIT_LEAST = 5  # after so many steps at each,
     AUDIT_STEPS = 64  # remembering so many.
     # Only so many steps after a change of width compare two widths: later ones may be under another clock or load,
@@ -495,15 +495,18 @@ class CostModel:
         self._audit[cell] = mean, count
         if count < self.AUDIT_LEAST or count % self.AUDIT_LEAST:
             return False
-        host = math.log1p(self.AUDIT_HOST_MS * math.exp(-self._guess(cell[0])[cell[1]]))
         for other in range(len(self.widths)):
             beside, seen = self._audit.get((cell[0], other), (0.0, 0))
             if other != cell[1] and seen >= self.AUDIT_LEAST:
                 steps = 1.0 / min(count, self.AUDIT_STEPS) + 1.0 / min(seen, self.AUDIT_STEPS)
-                far = max(host, self.AUDIT_ERROR, self.AUDIT_SDS * math.sqrt(self._noise_var * steps))
-                if abs(mean - beside) > far:
+                far = max(self.AUDIT_ERROR, self.AUDIT_SDS * math.sqrt(self._noise_var * steps))
+                apart = mean - beside
+                slower, takes = (cell[1], mean) if apart > 0.0 else (other, beside)
+                took_ms = math.exp(self._guess(cell[0])[slower] + self._audit_level + takes)
+                more_ms = took_ms * -math.expm1(-abs(apart))
+                if abs(apart) > far and more_ms > self.AUDIT_HOST_MS:
                     self.contradiction = (
-                        f"at {cell[0]} requests width {self.widths[cell[1]]} takes {math.exp(mean - beside):.2f} times what "
+                        f"at about {cell[0]} requests width {self.widths[cell[1]]} takes {math.exp(apart):.2f} times what "
                         f"the cost table says, compared with width {self.widths[other]}"
                     )
                     return True

@@ -282,17 +282,22 @@ def test_one_cell_that_was_priced_wrongly_is_no_new_level(slower):
     assert model.learning
 
 
-@pytest.mark.parametrize(("extra_ms", "trusted"), [(1.0, True), (2.5, False)])
-def test_the_hosts_work_for_requests_that_come_and_go_is_no_width(extra_ms, trusted):
-    """Seen with two GPUs: steps of 6 to 8 ms, and width 3 ran only while requests ended, which costs the host a millisecond."""
-    short = CostTable(7, WIDTHS, {32: (5.9, 6.4, 7.7)})
+@pytest.mark.parametrize(("extra_ms", "trusted"), [(1.0, True), (1.3, True), (1.8, False), (2.5, False)])
+@pytest.mark.parametrize("width", [3, 7])
+@pytest.mark.parametrize("widest_ms", [7.7, 11.0])
+@pytest.mark.parametrize("level", [1.0, 2.0])
+def test_the_hosts_work_for_requests_that_come_and_go_is_no_width(extra_ms, trusted, width, widest_ms, level):
+    """Seen with two GPUs: steps of 6 to 8 ms, and width 3 ran only while requests ended, which costs the host a millisecond.
+    Whichever of two widths has it, and in milliseconds of now, whatever the level."""
+    served_ms = {3: 6.4, 7: widest_ms}
+    short = CostTable(7, WIDTHS, {32: (5.9 / level, 6.4 / level, widest_ms / level)})
     model = CostModel(WIDTHS, 7, short)
     rng = np.random.default_rng(12)
+    served_ms[width] += extra_ms
     for _ in range(12):
-        for _ in range(40):
-            model.observe(32, 7, 7.7 * float(np.exp(0.03 * rng.normal())))
-        for _ in range(4):
-            model.observe(32, 3, (6.4 + extra_ms) * float(np.exp(0.03 * rng.normal())))
+        for run, steps in ((7, 40), (3, 4)):
+            for _ in range(steps):
+                model.observe(32, run, served_ms[run] * float(np.exp(0.01 * rng.normal())))
     assert model.trusted == trusted
 
 
