@@ -15,13 +15,15 @@ import os
 import time
 from typing import Any
 
-from engine import GpuEngine, about_machine, command_line, median_row, meet
+from shapes import SHAPES
+
+from engine import SURVIVAL, GpuEngine, about_machine, command_line, median_row, meet
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=["widths", "auto", "static3", "stock", "off", "plain3", "adaptive"])
-    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--model", default="qwen3-8b", choices=list(SHAPES))
     parser.add_argument("--streams", default="1,8,32,128,256")
     parser.add_argument("--slots", type=int, default=0, help="request slots (default: the largest of --streams)")
     parser.add_argument(
@@ -38,7 +40,23 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="after the start; no further cell begins then")
     parser.add_argument("--out", required=True)
-    return parser.parse_args()
+    args = parser.parse_args()
+    # A mistake is said before an engine takes minutes to start.
+    wrong = [regime for regime in args.regimes.split(",") if not known_regime(regime)]
+    if wrong:
+        parser.error(f"--regimes: {wrong[0]!r} is unknown; known are {', '.join(SURVIVAL)}, alternating, alternating:N")
+    if not all(part.isdecimal() for part in [*args.streams.split(","), *args.widths.split(",")]):
+        parser.error("--streams and --widths take whole numbers, separated by commas")
+    if args.beside and not args.beside.rpartition(":")[2].isdecimal():
+        parser.error(f"--beside: {args.beside!r} has no number of engines; expected FOLDER:N, as in /tmp/meet:2")
+    return args
+
+
+def known_regime(regime: str) -> bool:
+    name, colon, tokens = regime.partition(":")
+    if name == "alternating":
+        return not colon or (tokens.isdecimal() and int(tokens) > 0)
+    return name in SURVIVAL and not colon
 
 
 def main() -> None:
