@@ -227,7 +227,8 @@ def _measure_cell(core: Any, batch: int, width: int, rng: random.Random) -> floa
         for request_id in ids:
             core.add_request(*core.preprocess_add_request(_request(core, request_id, room, rng)))
         # Running requests take their tokens first, so the last prefills may get few of a step's. What never becomes a clean
-        # step must not loop for ever, and what does not fit together is given up once no more requests start.
+        # step must not loop for ever, and what does not fit together is given up once no more requests start, or once one
+        # of them was preempted.
         idle, started = 0, 0
         for _ in range(WARM_STEPS + STEPS + 4 + batch):
             _advance(core)
@@ -236,9 +237,7 @@ def _measure_cell(core: Any, batch: int, width: int, rng: random.Random) -> floa
             decoding = sum(request.num_output_tokens > 0 for request in core.scheduler.running)
             idle = 0 if decoding > started else idle + 1
             started = max(started, decoding)
-            if started < batch and idle > GIVE_UP_STEPS:
-                if started:
-                    raise _NoRoom(started)
+            if decoding < batch and idle > GIVE_UP_STEPS:
                 break
     finally:
         core.abort_requests(ids)
@@ -247,8 +246,10 @@ def _measure_cell(core: Any, batch: int, width: int, rng: random.Random) -> floa
     samples = samples[WARM_STEPS:]
     if len(samples) >= LEAST_STEPS:
         return statistics.median(samples)
-    if started == batch > 1:  # they started, and outgrew the KV cache
-        raise _NoRoom(batch * 7 // 8)
+    # Where all have started, they have outgrown the KV cache.
+    fits = started if started < batch else batch * 7 // 8
+    if fits:
+        raise _NoRoom(fits)
     return None
 
 

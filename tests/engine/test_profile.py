@@ -60,7 +60,7 @@ class FullCore:
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=2048))
         self.batch_queue = None
         self.waiting: list[Any] = []
-        self.room, self.growth = room, growth
+        self.room, self.growth, self.steps = room, growth, 0
         self.preprocess_add_request = lambda request: (request,)
         self.add_request = self.waiting.append
         self.abort_requests = self.end
@@ -72,6 +72,7 @@ class FullCore:
 
     def step_fn(self) -> tuple[None, bool]:
         running = self.scheduler.running
+        self.steps += 1
         for request in running:
             request.num_output_tokens += 1
         full = False
@@ -99,10 +100,12 @@ def test_where_the_kv_cache_holds_fewer_than_the_slots_the_table_ends_there(monk
     assert sorted(table.cells) == batch_sizes(234)
     assert table.cells[234] == (244.0, 244.0)
     # What fits at first may outgrow the cache while it is measured: the most that stays together is looked for.
-    table = profile.measure(FullCore(slots=256, room=234, growth=0.05), allowed_s=60)
+    growing = FullCore(slots=256, room=234, growth=0.05)
+    table = profile.measure(growing, allowed_s=60)
     assert table is not None
     assert 150 < max(table.cells) <= 234 / (1 + 0.05 * 8)
     assert {1, 2, 4, 64, 128} < set(table.cells)
+    assert growing.steps < 1500  # what does not fit is given up soon: a step of a large batch takes 0.1 s
     # Nothing at all fits: no table, and no endless loop.
     assert profile.measure(FullCore(slots=256, room=0), allowed_s=60) is None
 
