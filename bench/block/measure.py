@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from pair import Drafter, Proposal, load_pair, propose, run_target
 from scipy import stats
-from train import stdlib_text, windows
+from train import held_out_text, windows
 
 from dflash_verify.verify import rule_of, survival_from_paths
 
@@ -217,10 +217,10 @@ def main() -> None:
     if args.from_json:
         print(table([Cell(**cell) for path in args.from_json for cell in json.loads(path.read_text())]))
         return
-    text = torch.frombuffer(bytearray(stdlib_text(held_out=True)), dtype=torch.uint8)
     cells: list[Cell] = []
     for folder in args.pairs:
         number = json.loads((folder / "pair.json").read_text())["seed"]
+        text = torch.frombuffer(bytearray(held_out_text(folder)), dtype=torch.uint8)
         models = load_pair(folder, args.device)
         prompts = windows(text, args.sequences, PROMPT, torch.Generator().manual_seed(1000 + number)).to(args.device)
         if args.record:

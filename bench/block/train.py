@@ -35,6 +35,11 @@ def stdlib_text(held_out: bool) -> bytes:
     return b"\n".join(path.read_bytes() for i, path in enumerate(files) if (i % HELD_OUT == 0) == held_out)
 
 
+def held_out_text(pair: Path) -> bytes:
+    """What the pair was not trained on. Raises OSError: a pair from before it was kept has to be trained again."""
+    return (pair / HELD_OUT_FILE).read_bytes()
+
+
 def windows(text: torch.Tensor, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
     starts = torch.randint(len(text) - length, (count,), generator=generator)
     return text[starts[:, None] + torch.arange(length)].long()

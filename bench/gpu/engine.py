@@ -43,8 +43,10 @@ class Run:
     """One measured batch of streams of equal length.
 
     decode_ms: median step while all streams decode and nothing is prefilled. prompts_s: time of steps with prompts in them,
-    which FULL_DECODE_ONLY runs without a graph, with the step before them and the gap between waves. controller_us: all of the controller's work per step, median; 0 unless
-    the engine writes a trace. path: the width of every step in order, e.g. `7x3 3x41`; likewise."""
+    which FULL_DECODE_ONLY runs without a graph, with the step before them and the gap between waves. controller_us: all
+    of the controller's work per step, median; 0 unless the engine writes a trace. path: the width of every step in order,
+    e.g. `7x3 3x41`; likewise.
+    """
 
     tok_s: float
     width: float
@@ -209,7 +211,7 @@ class GpuEngine:
 
 
 def median_row(runs: list[Run], **labels: Any) -> dict[str, Any]:
-    """One row: median throughput with the range of the repeats, median decode_ms, the rest of the run with median throughput."""
+    """One row: median throughput with its range, median decode_ms, the rest of the run with median throughput."""
     middle = sorted(runs, key=lambda run: run.tok_s)[len(runs) // 2]
     return labels | {
         "tok_s": round(statistics.median(run.tok_s for run in runs), 1),

@@ -1,8 +1,8 @@
 """Question: with tensor parallelism 2, do both ranks run the same widths and sample the same tokens, step for step?
 
-Every rank keeps the widths it was told and a running checksum of the last token that each request sampled in each step, over
---steps steps with `auto` and an acceptance that alternates; 32 streams, where the best width changes with it. Then rank 1 is killed:
-does the engine end?
+Every rank keeps the widths it was told and a running checksum of the last token that each request sampled in each step,
+over --steps steps with `auto` and an acceptance that alternates; 32 streams, where the best width changes with it. Then
+rank 1 is killed: does the engine end?
 
     python bench/gpu/tp2.py --steps 10000 --out tp2.json
 """
@@ -16,10 +16,12 @@ import sys
 import time
 from typing import Any
 
+from shapes import SHAPES
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-30b-a3b")
+    parser.add_argument("--model", default="qwen3-30b-a3b", choices=list(SHAPES))
     parser.add_argument("--steps", type=int, default=10000)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=1e9)

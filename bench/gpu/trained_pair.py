@@ -54,11 +54,15 @@ def main() -> None:
     os.environ.update(environ)
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "block"))
-    from train import HELD_OUT_FILE
+    from train import held_out_text
     from vllm import LLM, SamplingParams
 
     from engine import about_machine, command_line
 
+    try:
+        text = held_out_text(args.pair)  # before an engine takes its time to start
+    except OSError as error:
+        parser.error(f"--pair: {error.filename} cannot be read ({error.strerror}); bench/block/train.py writes it")
     fields: dict[str, Any] = {
         "model": str(args.pair / "target"),
         "skip_tokenizer_init": True,
@@ -80,7 +84,6 @@ def main() -> None:
     began = time.time()
     llm = LLM(**fields)
     print(f"{args.engine}: started in {time.time() - began:.1f} s", flush=True)
-    text = (args.pair / HELD_OUT_FILE).read_bytes()
     rows = []
 
     def counters() -> dict[str, float]:

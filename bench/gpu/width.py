@@ -3,8 +3,8 @@
 The engine `widths` captures all widths; its arms are switched between runs, so that nothing but the width differs. Engines
 of their own, started as a server would be: `auto`, `static3` (DFLASH_VERIFY_TOKENS=3), `stock` (no plugin), `off` (no
 speculation), `plain3` (vLLM's own schedule [[1, M, 3]], no overlay) and `adaptive` (enable_adaptive_verification).
-Two engines, each on a GPU of its own (CUDA_VISIBLE_DEVICES), are measured at once with `--beside`: each waits for the other, since
-an engine that starts slows another's small batches.
+Two engines, each on a GPU of its own (CUDA_VISIBLE_DEVICES), are measured at once with `--beside`: each waits for the
+other, since an engine that starts slows another's small batches.
 
     python bench/gpu/width.py ENGINE --model qwen3-8b --streams 1,8,32,128,256 --out rows.json
 """
@@ -45,10 +45,17 @@ def parse() -> argparse.Namespace:
     wrong = [regime for regime in args.regimes.split(",") if not known_regime(regime)]
     if wrong:
         parser.error(f"--regimes: {wrong[0]!r} is unknown; known are {', '.join(SURVIVAL)}, alternating, alternating:N")
-    if not all(part.isdecimal() for part in [*args.streams.split(","), *args.widths.split(",")]):
-        parser.error("--streams and --widths take whole numbers, separated by commas")
-    if args.beside and not args.beside.rpartition(":")[2].isdecimal():
-        parser.error(f"--beside: {args.beside!r} has no number of engines; expected FOLDER:N, as in /tmp/meet:2")
+    for option, least in (("streams", 1), ("widths", 0)):
+        for part in getattr(args, option).split(","):
+            if not part.isdecimal() or int(part) < least:
+                parser.error(f"--{option}: {part!r} is no whole number of {least} or more; separate them by commas")
+    arms = [*args.widths.split(","), "auto"]
+    unknown = [arm for arm in args.arms.split(",") if args.arms and arm not in arms]
+    if unknown:
+        parser.error(f"--arms: {unknown[0]!r} is none of {', '.join(arms)}")
+    folder, _, engines = args.beside.rpartition(":")
+    if args.beside and not (folder and engines.isdecimal()):
+        parser.error(f"--beside: {args.beside!r} is no folder and number of engines; expected FOLDER:N, as in meet:2")
     return args
 
 

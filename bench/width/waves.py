@@ -14,15 +14,12 @@ from typing import Protocol
 
 import numpy as np
 
+from dflash_verify.simulate.generate import SURVIVAL
 from dflash_verify.width.controller import WidthController
 from dflash_verify.width.cost import CostTable
 
 REPOSITORY = Path(__file__).parents[2]
 TABLE = REPOSITORY / "bench/gpu/results/2026-11-29-h200-qwen3-8b-cost.json"
-SURVIVAL = {  # P(first i drafts accepted), as in bench/gpu/engine.py
-    "structured": np.array([0.98, 0.98, 0.94, 0.94, 0.91, 0.83, 0.83]),
-    "prose": np.array([0.75, 0.58, 0.41, 0.28, 0.16, 0.09, 0.06]),
-}
 WAVES = ("structured", "prose") * 2
 DELAY = 2  # asynchronous scheduling: a step is decided when the one before the last has come back
 PREFILL_STEPS = 1.5  # of full width, at the start of a wave
@@ -64,7 +61,7 @@ class Informed(Static):
 
     def decide(self, ids: list[str], kind: str) -> int:
         goodput = [
-            (1.0 + SURVIVAL[kind][:width].sum()) / ms
+            (1.0 + sum(SURVIVAL[kind][:width])) / ms
             for width, ms in zip(self.table.widths, self.table.row(len(ids)), strict=True)
         ]
         return self.table.widths[int(np.argmax(goodput))]

@@ -223,8 +223,8 @@ class Steering:
                 controller.observe_step(step.batch, step.width, step.step_ms)
                 if trusted and not controller.cost.trusted:
                     self._log.warning(
-                        "dflash-verify: %s: it is a guess from now on, and widths are timed while serving. If this comes "
-                        "again after a restart, measure anew: dflash-verify profile --again.",
+                        "dflash-verify: %s: the table is a guess from now on, and widths are timed while serving. If this "
+                        "comes again after a restart, measure anew: dflash-verify profile --again -- MODEL ...",
                         controller.cost.contradiction,
                     )
             if self._ended:

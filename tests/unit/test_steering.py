@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_verify.settings import VerifyTokens
+from dflash_verify.simulate.generate import SURVIVAL
 from dflash_verify.steering import CONTROL_PERIOD_S, Control, ControlError, Steering, Step
 from dflash_verify.width.controller import WidthController
 from dflash_verify.width.cost import CostTable
@@ -106,12 +107,6 @@ def test_a_step_whose_output_waited_for_the_launch_of_a_prefill_teaches_no_cost(
         made.finished(current, busy=True)
     assert controller.cost.observed_steps == 30
     assert controller.cost.row(2)[0][2] == pytest.approx(10.0, rel=0.02)
-
-
-SURVIVAL = {  # as in bench/gpu/engine.py
-    "structured": np.array([0.98, 0.98, 0.94, 0.94, 0.91, 0.83, 0.83]),
-    "prose": np.array([0.75, 0.58, 0.41, 0.28, 0.16, 0.09, 0.06]),
-}
 
 
 class Engine:
