@@ -1,11 +1,13 @@
 """One vLLM engine on a GPU whose acceptance can be set, and what one run on it showed.
 
 Random weights accept nothing, so vLLM's own synthetic rejection sampler decides, with per-position survival rates from
-published measurements. The processes are those of a server: front end here, EngineCore and workers in their own. Acceptance
-is switched through a worker extension while the engine runs, and so are arms, where a script compares them in one engine,
-through the plugin's control file.
+published measurements. The processes are those of a server (front end here, EngineCore and workers in their own) unless
+VLLM_ENABLE_V1_MULTIPROCESSING=0. Acceptance is switched through a worker extension while the engine runs, and so are
+arms, where a script compares them in one engine, through the plugin's control file.
 """
 
+import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -13,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ SURVIVAL = {
 # Waves of requests that alternate between two kinds of text; one engine, one controller throughout.
 ALTERNATING = ("structured", "prose", "structured", "prose")
 WAVE_TOKENS = 120  # of each request: about 20 steps of structured text at width 7, 45 of prose at width 3
+FULL_DECODE_ONLY: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 CONTROL_S = 0.25  # the plugin looks at its control file five times a second
 
 
@@ -43,9 +47,9 @@ class Run:
     """One measured batch of streams of equal length.
 
     decode_ms: median step while all streams decode and nothing is prefilled. prompts_s: time of steps with prompts in them,
-    which FULL_DECODE_ONLY runs without a graph, with the step before them and the gap between waves. controller_us: all
-    of the controller's work per step, median; 0 unless the engine writes a trace. path: the width of every step in order,
-    e.g. `7x3 3x41`; likewise.
+    which FULL_DECODE_ONLY runs without a graph, with the step before them and the gap between waves; prompt_steps: how many
+    had prompts, which depends on when the requests came. controller_us: all of the controller's work per step, median; 0
+    unless the engine writes a trace. path: the width of every step in order, e.g. `7x3 3x41`; likewise.
     """
 
     tok_s: float
@@ -54,6 +58,7 @@ class Run:
     step_ms: float
     decode_ms: float
     prompts_s: float
+    prompt_steps: int
     controller_us: float
     path: str = ""
 
@@ -96,7 +101,7 @@ class GpuEngine:
             "gpu_memory_utilization": 0.85,
             "disable_log_stats": False,
             "enable_prefix_caching": False,
-            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+            "compilation_config": FULL_DECODE_ONLY,
             "worker_extension_cls": "witness.Witness",
         }
         if "next" in model:
@@ -185,8 +190,8 @@ class GpuEngine:
             **self._traced(traced),
         )
 
-    def _phases(self, streams: int) -> dict[str, float]:
-        """decode_ms and prompts_s of the steps since the last question: from one launch to the next."""
+    def _phases(self, streams: int) -> dict[str, Any]:
+        """decode_ms, prompts_s and prompt_steps of the steps since the last question: from one launch to the next."""
         steps = self.llm.collective_rpc("times")[0]
         decode, prompts = [], 0.0
         for (at, batch, has_prompts), (until, following, follow_prompts) in itertools.pairwise(steps):
@@ -194,7 +199,11 @@ class GpuEngine:
                 prompts += until - at
             elif batch == following == streams:
                 decode.append(until - at)
-        return {"decode_ms": statistics.median(decode) * 1e3 if decode else 0.0, "prompts_s": prompts}
+        return {
+            "decode_ms": statistics.median(decode) * 1e3 if decode else 0.0,
+            "prompts_s": prompts,
+            "prompt_steps": sum(has_prompts for _, _, has_prompts in steps),
+        }
 
     def _traced(self, start: int) -> dict[str, Any]:
         if not self._trace.exists():
@@ -211,7 +220,8 @@ class GpuEngine:
 
 
 def median_row(runs: list[Run], **labels: Any) -> dict[str, Any]:
-    """One row: median throughput with its range, median decode_ms, the rest of the run with median throughput."""
+    """One row: median throughput with its range, median decode_ms, the prompt steps of every run, the rest of the run with
+    median throughput."""
     middle = sorted(runs, key=lambda run: run.tok_s)[len(runs) // 2]
     return labels | {
         "tok_s": round(statistics.median(run.tok_s for run in runs), 1),
@@ -223,9 +233,17 @@ def median_row(runs: list[Run], **labels: Any) -> dict[str, Any]:
         "step_ms": round(middle.step_ms, 3),
         "decode_ms": round(statistics.median(run.decode_ms for run in runs), 3),
         "prompts_s": round(middle.prompts_s, 3),
+        "prompts_of_runs": [[run.prompt_steps, round(run.prompts_s, 3)] for run in runs],
         "controller_us": round(middle.controller_us, 1),
         "path": middle.path,
     }
+
+
+def capture_sizes(slots: int, widths: Iterable[int]) -> list[int]:
+    """Token counts for vLLM's list, which ends at 512 by itself: every size that stock could use at these widths, so that only
+    the width differs."""
+    counts = {*range(1, 33), *range(40, 257, 8)} & set(range(1, slots + 1))
+    return sorted({count * (width + 1) for count in counts for width in widths})
 
 
 def meet(place: str, stage: str) -> None:
@@ -236,6 +254,21 @@ def meet(place: str, stage: str) -> None:
     until = time.time() + 600
     while len(list(Path(folder).glob(f"{stage}-*"))) < int(count) and time.time() < until:
         time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def in_turn(place: str) -> Iterator[None]:
+    """Wait until N processes have started, then for a turn to work alone among them. place: as for `meet`."""
+    meet(place, "ready")
+    with open(Path(place.rpartition(":")[0]) / "turn", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def is_place(place: str) -> bool:
+    """Whether it is FOLDER:N."""
+    folder, _, engines = place.rpartition(":")
+    return bool(folder) and engines.isdecimal()
 
 
 def command_line() -> str:

@@ -23,6 +23,8 @@ declare -A QUESTIONS=(
   # what draft-graphs is worth
   ["dense-small-static3"]="width.py static3 --slots 256 --streams 1,8,32 --repeats 3 --regimes structured,prose"
   ["dense-small-plain3"]="width.py plain3 --slots 256 --streams 1,8,32 --repeats 3 --regimes structured,prose"
+  ["dense-one-process-static3"]="width.py static3 --one-process --slots 32 --streams 1,8,32 --tokens 640 --repeats 3 --regimes structured,prose"
+  ["dense-one-process-plain3"]="width.py plain3 --one-process --slots 32 --streams 1,8,32 --tokens 640 --repeats 3 --regimes structured,prose"
   # what gdn-active-width is worth
   ["gdn-kernels"]="gdn_kernels.py"
   ["hybrid-rows-narrowed"]="width.py static3 --model qwen3-next-48 --memory 0.94 --streams 1,8,32,128 --tokens 640 --regimes prose"
@@ -30,8 +32,9 @@ declare -A QUESTIONS=(
   # two GPUs: same widths and tokens on both, and a rank that is killed
   ["two-gpus"]="tp2.py --model qwen3-8b --steps 10000 --seconds 200"
   # further shapes, texts and arms
-  ["moe-stock"]="width.py stock --model qwen3-30b-a3b --streams 128,32,8,1"
-  ["moe-auto"]="width.py auto --model qwen3-30b-a3b --streams 128,32,8,1"
+  ["moe-stock"]="width.py stock --model qwen3-30b-a3b --streams 128,32,8,1 --repeats 5"
+  ["moe-auto"]="width.py auto --model qwen3-30b-a3b --streams 128,32,8,1 --repeats 5"
+  ["moe-static7"]="width.py static7 --model qwen3-30b-a3b --streams 128,32,8,1 --repeats 5"
   ["dense-other-stock"]="width.py stock --streams 128,32 --regimes code,hard"
   ["dense-other-auto"]="width.py auto --streams 128,32 --regimes code,hard"
   ["dense-off"]="width.py off --streams 1,8,32,128,256 --regimes prose"

@@ -83,7 +83,8 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
         dflash2(2048, 48, 16, 4, 6144),
     ),
-    # The GDN hybrid of Qwen3-Next with its 48 layers and 64 of its 512 experts, which the widths do not touch.
+    # The GDN hybrid of Qwen3-Next with its 48 layers, and 64 of its 512 experts: fewer are left to be read by a wide step
+    # of few requests.
     "qwen3-next-48": (moe(qwen3(2048, 48, 5632, 16, 2), 64, 512) | QWEN3_NEXT, dflash2(2048, 48, 16, 4, 6144)),
 }
 

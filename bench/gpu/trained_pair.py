@@ -4,10 +4,13 @@
     python bench/block/train.py --device cuda --seed 0 --out pair-0     # first
     python bench/gpu/trained_pair.py ENGINE --pair pair-0 --streams 1,8,32,128 --out rows.json
 
-Engines: off, stock, sampled (stock with sampled drafts), block, auto, auto-block, adaptive.
+Engines: off, stock, sampled (stock with sampled drafts), block, auto, auto-sampled, auto-block, adaptive. Many can be
+started at once on one GPU: with `--in-turn FOLDER:N` each waits until all N have started, and then measures while the
+others are idle.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -47,6 +50,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--in-turn", default="", metavar="FOLDER:N", help="N engines of one GPU, measured one by one")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     streams = [int(part) for part in args.streams.split(",")]
@@ -55,10 +59,12 @@ def main() -> None:
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "block"))
     from train import held_out_text
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
-    from engine import about_machine, command_line
+    from engine import DRAFT_WIDTH, FULL_DECODE_ONLY, about_machine, capture_sizes, command_line, in_turn, is_place
 
+    if args.in_turn and not is_place(args.in_turn):
+        parser.error(f"--in-turn: {args.in_turn!r} is no folder and number of engines; expected FOLDER:N, as in meet:2")
     try:
         text = held_out_text(args.pair)  # before an engine takes its time to start
     except OSError as error:
@@ -70,21 +76,39 @@ def main() -> None:
         "max_model_len": 1024,
         "max_num_seqs": max(streams),
         "max_num_batched_tokens": 8192,
-        "gpu_memory_utilization": 0.4,
+        # Room for 128 requests, so that many engines fit.
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": 1 << 30,
         "disable_log_stats": False,
         "enable_prefix_caching": False,
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        "compilation_config": FULL_DECODE_ONLY,
     }
+    if speculative is not None and "DFLASH_VERIFY_TOKENS" not in environ:
+        fields["compilation_config"] = FULL_DECODE_ONLY | {
+            "cudagraph_capture_sizes": capture_sizes(max(streams), [DRAFT_WIDTH])
+        }
     if speculative is not None:
         fields["speculative_config"] = {
             "method": "dflash",
             "model": str(args.pair / "draft"),
-            "num_speculative_tokens": 7,
+            "num_speculative_tokens": DRAFT_WIDTH,
         } | speculative
     began = time.time()
     llm = LLM(**fields)
     print(f"{args.engine}: started in {time.time() - began:.1f} s", flush=True)
-    rows = []
+    with in_turn(args.in_turn) if args.in_turn else contextlib.nullcontext():
+        rows = []
+        for count in streams:
+            rows.append(measure(llm, text, count, args))
+            print(rows[-1], flush=True)
+            result = {"machine": about_machine(), "command": command_line(), "rows": rows}
+            Path(args.out).write_text(json.dumps(result, indent=1))
+        llm.llm_engine.engine_core.shutdown()
+
+
+def measure(llm: Any, text: bytes, streams: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One row: throughput, and what each step accepted and verified."""
+    from vllm import SamplingParams
 
     def counters() -> dict[str, float]:
         prefix = "vllm:spec_decode_num_"
@@ -94,34 +118,28 @@ def main() -> None:
             if m.name.startswith(prefix) and hasattr(m, "value")
         }
 
-    for count in streams:
-        params = SamplingParams(temperature=args.temperature, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
-        llm.generate(prompts(text, count, 256, 99), params, use_tqdm=False)
-        speeds, lengths, widths = [], [], []
-        for repeat in range(args.repeats):
-            before, started = counters(), time.perf_counter()
-            llm.generate(prompts(text, count, 256, repeat), params, use_tqdm=False)
-            took, after = time.perf_counter() - started, counters()
-            speeds.append(count * args.tokens / took)
-            if drafts := after.get("drafts", 0) - before.get("drafts", 0):
-                lengths.append(1 + (after["accepted_tokens"] - before["accepted_tokens"]) / drafts)
-                widths.append((after["draft_tokens"] - before["draft_tokens"]) / drafts)
-        row = {
-            "engine": args.engine,
-            "pair": args.pair.name,
-            "temperature": args.temperature,
-            "streams": count,
-            "tok_s": round(statistics.median(speeds), 1),
-            "tok_s_all": [round(s, 1) for s in speeds],
-            "acceptance_length": round(statistics.mean(lengths), 4) if lengths else 1.0,
-            "width": round(statistics.mean(widths), 3) if widths else 0.0,
-        }
-        rows.append(row)
-        print(row, flush=True)
-        Path(args.out).write_text(
-            json.dumps({"machine": about_machine(), "command": command_line(), "rows": rows}, indent=1)
-        )
-    llm.llm_engine.engine_core.shutdown()
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
+    llm.generate(prompts(text, streams, 256, 99), params, use_tqdm=False)
+    speeds, lengths, widths = [], [], []
+    for repeat in range(args.repeats):
+        before, started = counters(), time.perf_counter()
+        llm.generate(prompts(text, streams, 256, repeat), params, use_tqdm=False)
+        took, after = time.perf_counter() - started, counters()
+        speeds.append(streams * args.tokens / took)
+        if drafts := after.get("drafts", 0) - before.get("drafts", 0):
+            lengths.append(1 + (after["accepted_tokens"] - before["accepted_tokens"]) / drafts)
+            widths.append((after["draft_tokens"] - before["draft_tokens"]) / drafts)
+    return {
+        "engine": args.engine,
+        "pair": args.pair.name,
+        "temperature": args.temperature,
+        "streams": streams,
+        "tok_s": round(statistics.median(speeds), 1),
+        "tok_s_all": [round(s, 1) for s in speeds],
+        "acceptance_length": round(statistics.mean(lengths), 4) if lengths else 1.0,
+        "acceptance_length_all": [round(length, 4) for length in lengths],
+        "width": round(statistics.mean(widths), 3) if widths else 0.0,
+    }
 
 
 if __name__ == "__main__":

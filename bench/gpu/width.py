@@ -1,8 +1,8 @@
 """Question: what does each verify width give, stationary and alternating, and does `auto` take the best of it?
 
 The engine `widths` captures all widths; its arms are switched between runs, so that nothing but the width differs. Engines
-of their own, started as a server would be: `auto`, `static3` (DFLASH_VERIFY_TOKENS=3), `stock` (no plugin), `off` (no
-speculation), `plain3` (vLLM's own schedule [[1, M, 3]], no overlay) and `adaptive` (enable_adaptive_verification).
+of their own, started as a server would be: `auto`, `staticK` (DFLASH_VERIFY_TOKENS=K), `stock` (no plugin), `off` (no
+speculation), `plainK` (vLLM's own schedule [[1, M, K]], no overlay) and `adaptive` (enable_adaptive_verification).
 Two engines, each on a GPU of its own (CUDA_VISIBLE_DEVICES), are measured at once with `--beside`: each waits for the
 other, since an engine that starts slows another's small batches.
 
@@ -17,12 +17,26 @@ from typing import Any
 
 from shapes import SHAPES
 
-from engine import SURVIVAL, GpuEngine, about_machine, command_line, median_row, meet
+from engine import (
+    DRAFT_WIDTH,
+    FULL_DECODE_ONLY,
+    SURVIVAL,
+    GpuEngine,
+    about_machine,
+    capture_sizes,
+    command_line,
+    is_place,
+    median_row,
+    meet,
+)
+
+STATIC = {f"static{width}": width for width in range(1, DRAFT_WIDTH + 1)}
+PLAIN = {f"plain{width}": width for width in range(1, DRAFT_WIDTH)}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=["widths", "auto", "static3", "stock", "off", "plain3", "adaptive"])
+    parser.add_argument("engine", choices=["widths", "auto", "stock", "off", "adaptive", *STATIC, *PLAIN])
     parser.add_argument("--model", default="qwen3-8b", choices=list(SHAPES))
     parser.add_argument("--streams", default="1,8,32,128,256")
     parser.add_argument("--slots", type=int, default=0, help="request slots (default: the largest of --streams)")
@@ -35,6 +49,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trace", action="store_true", help="record the controller's time and every step's width")
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--one-process", action="store_true", help="front end and engine core in one process, unlike a server's"
+    )
     parser.add_argument(
         "--beside", default="", metavar="FOLDER:N", help="measure when N engines of this host are ready"
     )
@@ -53,8 +70,7 @@ def parse() -> argparse.Namespace:
     unknown = [arm for arm in args.arms.split(",") if args.arms and arm not in arms]
     if unknown:
         parser.error(f"--arms: {unknown[0]!r} is none of {', '.join(arms)}")
-    folder, _, engines = args.beside.rpartition(":")
-    if args.beside and not (folder and engines.isdecimal()):
+    if args.beside and not is_place(args.beside):
         parser.error(f"--beside: {args.beside!r} is no folder and number of engines; expected FOLDER:N, as in meet:2")
     return args
 
@@ -70,28 +86,24 @@ def main() -> None:
     args = parse()
     streams = [int(part) for part in args.streams.split(",")]
     slots = args.slots or max(streams)
+    if args.one_process:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     speculative: dict[str, Any] | None = {}
     if args.engine in ("widths", "auto"):
         os.environ["DFLASH_VERIFY_TOKENS"] = f"auto:{args.widths}"
-    elif args.engine == "static3":
-        os.environ["DFLASH_VERIFY_TOKENS"] = "3"
+    elif args.engine in STATIC:
+        os.environ["DFLASH_VERIFY_TOKENS"] = str(STATIC[args.engine])
     elif args.engine == "off":
         speculative = None
-    elif args.engine == "plain3":
-        speculative = {"num_speculative_tokens_per_batch_size": [[1, slots, 3]]}
+    elif args.engine in PLAIN:
+        speculative = {"num_speculative_tokens_per_batch_size": [[1, slots, PLAIN[args.engine]]]}
     elif args.engine == "adaptive":
         speculative = {"enable_adaptive_verification": True}
 
     fields: dict[str, Any] = {"gpu_memory_utilization": args.memory}
-    if args.engine in ("stock", "plain3", "adaptive"):
-        # The stock list ends at 512 tokens; give it every size it could use, so that only the width differs.
-        counts = sorted({*range(1, 33), *range(40, 257, 8)} & set(range(1, slots + 1)))
-        sizes = {n * rows for n in counts for rows in ((4, 8) if args.engine == "plain3" else (8,))}
-        fields["compilation_config"] = {
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": sorted(sizes),
-        }
+    if args.engine in ("stock", "adaptive", *PLAIN):
+        verified = {PLAIN.get(args.engine, DRAFT_WIDTH), DRAFT_WIDTH}
+        fields["compilation_config"] = FULL_DECODE_ONLY | {"cudagraph_capture_sizes": capture_sizes(slots, verified)}
     engine = GpuEngine(args.model, speculative, slots, switched=args.engine == "widths", traced=args.trace, **fields)
     print(f"{args.engine} {args.model}: started in {engine.start_s:.1f} s", flush=True)
     if args.beside:

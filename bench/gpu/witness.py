@@ -1,5 +1,6 @@
 """vLLM's worker extension for these benchmarks: methods that `LLM.collective_rpc` calls in each worker process."""
 
+import itertools
 import os
 import time
 from collections import Counter
@@ -12,6 +13,37 @@ if os.environ.get("BENCH_STOCK_ROWS") == "1":
     from dflash_verify.overlays import gdn_active_width
 
     gdn_active_width.active_columns = lambda *args: None
+
+
+def _spread_experts() -> None:
+    """Let a mixture of experts of random weights read about as many experts as one that was trained.
+
+    vLLM's dummy weights are the same in all tensors of a shape, so that every layer's router sends a token to the same
+    experts, and a drafter of such weights proposes nearly the same token everywhere: a step at K = 7 then reads little more
+    than one at K = 1. Here each tensor has values of its own, and drafts are random tokens, which nobody takes for
+    right: vLLM's synthetic acceptance does not look at them. The same on every rank.
+    """
+    from vllm.model_executor.model_loader import dummy_loader
+    from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+    fill, propose = dummy_loader.initialize_single_dummy_weight, DFlashSpeculator.propose
+    seeds = itertools.count(1234)
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def filled(*args: Any, **kwargs: Any) -> None:
+        fill(*args, **{"seed": next(seeds)} | kwargs)
+
+    def proposed(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        drafts: torch.Tensor = propose(self, *args, **kwargs)
+        if drafts.device not in generators:
+            generators[drafts.device] = torch.Generator(drafts.device).manual_seed(0)
+        return drafts.random_(0, self.vocab_size, generator=generators[drafts.device])
+
+    dummy_loader.initialize_single_dummy_weight = filled
+    DFlashSpeculator.propose = proposed
+
+
+_spread_experts()
 
 
 class Witness:

@@ -124,7 +124,7 @@ def make_plan(settings: Settings, facts: EngineFacts) -> Plan:
     """
     wanted = settings.verify_tokens
     widths = _widths(settings, facts)
-    notes: list[str] = []
+    notes = _without_effect(settings)
     if facts.user_capture_sizes is not None:
         sizes = tuple(sorted({size for size in facts.user_capture_sizes if size > 0}))
         notes += _uncovered(sizes, widths, facts)
@@ -134,6 +134,18 @@ def make_plan(settings: Settings, facts: EngineFacts) -> Plan:
         notes += note
         notes += _beyond_token_budget(facts, widths)
     return replace(plan, notes=tuple(notes), sizes_are_ours=facts.user_capture_sizes is None)
+
+
+def _without_effect(settings: Settings) -> list[str]:
+    """What was set for an automatic width, and a static one never reads."""
+    if settings.verify_tokens.mode == "auto":
+        return []
+    # A control file may say auto later; nothing is measured at start for it.
+    of_auto = ["profile_seconds"] if settings.control_file else ["cost_table", "estimator", "profile_seconds"]
+    unread = [f"DFLASH_{name.upper()}" for name in of_auto if name in settings.model_fields_set]
+    if not unread:
+        return []
+    return [f"DFLASH_VERIFY_TOKENS={settings.verify_tokens} is a static width, which reads no {' or '.join(unread)}"]
 
 
 def _widths(settings: Settings, facts: EngineFacts) -> tuple[int, ...]:

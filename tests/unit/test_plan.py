@@ -92,6 +92,22 @@ def test_a_graph_budget_coarsens_the_grid_before_it_drops_widths() -> None:
     assert any("leaves out width 5" in note for note in few.notes)
 
 
+def test_what_a_static_width_never_reads_is_said() -> None:
+    table = {"DFLASH_COST_TABLE": "cost.json"}
+    both = table | {"DFLASH_PROFILE_SECONDS": "30"}
+    (note,) = plan("3", environ=both).notes
+    assert (
+        note == "DFLASH_VERIFY_TOKENS=3 is a static width, which reads no DFLASH_COST_TABLE or DFLASH_PROFILE_SECONDS"
+    )
+    assert plan("auto:3", environ=both).notes == plan("3").notes == ()
+    # A control file may say auto, whose controller reads the table.
+    control = {"DFLASH_CONTROL_FILE": "control.json"}
+    assert plan("3", environ=control | table).notes == ()
+    (note,) = plan("3", environ=control | both).notes
+    assert "DFLASH_PROFILE_SECONDS" in note
+    assert "DFLASH_COST_TABLE" not in note
+
+
 def test_a_budget_that_cannot_hold_the_widths_is_refused_with_what_would_do() -> None:
     with pytest.raises(SettingsError, match=r"DFLASH_MAX_GRAPHS=10 is less than the (\d+) graphs") as error:
         plan("auto:1,3,7", slots=64, environ={"DFLASH_MAX_GRAPHS": "10"})

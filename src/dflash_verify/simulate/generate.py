@@ -1,7 +1,8 @@
 """Cost models and acceptance profiles to replay: what is published about them, and workloads that move.
 
 Cost models: two DGX Sparks with a BF16 or a quantised dense part (step time linear in distinct experts), one H200 with an
-8B dense and a 30B-A3B mixture-of-experts shape (measured; the second is a staircase), and an artificial padding jump.
+8B dense and a 30B-A3B mixture-of-experts shape (measured; the second is a staircase, and flatter than a trained one, see
+docs/results.md), and an artificial padding jump.
 Acceptance is drawn independently per verification from survival curves; profiles that move switch or drift between them.
 """
 
