@@ -225,7 +225,7 @@ def _measure_cell(core: Any, batch: int, width: int, rng: random.Random) -> floa
     steering.on_step = lambda step: samples.append(step.step_ms) if _counts(step, batch, width) else None
     try:
         for request_id in ids:
-            core.add_request(*core.preprocess_add_request(_request(core, request_id, room, rng)))
+            core.add_request(*core.preprocess_add_request(random_request(core, request_id, room, rng)))
         # Running requests take their tokens first, so the last prefills may get few of a step's. What never becomes a clean
         # step must not loop for ever, and what does not fit together is given up once no more requests start, or once one
         # of them was preempted.
@@ -270,7 +270,7 @@ def _drain(core: Any) -> None:
         _advance(core)
 
 
-def _request(core: Any, request_id: str, max_tokens: int, rng: random.Random) -> Any:
+def random_request(core: Any, request_id: str, max_tokens: int, rng: random.Random) -> Any:
     """An EngineCoreRequest with random tokens; fields that a release requires beyond ours are empty."""
     import msgspec
     from vllm import SamplingParams
