@@ -106,11 +106,13 @@ def planned_widths(root: Path, settings: Settings, bundle: plugin.Bundle, head: 
     try:
         document = json.loads(out)
         widths = [int(width) for width in document["widths"]]
-        graphs, gib = document["graphs"]["total"], document["graphs"]["gib"]
+        graphs, gib, hybrid = (document["graphs"][name] for name in ("total", "gib", "gib_hybrid"))
         largest = max(document["capture_sizes"], default=0)
     except (ValueError, KeyError, TypeError):
         raise LaunchError(f"dflash-verify plan printed no plan ({out[:100]!r}): run ./start.sh plan.") from None
-    print(f"Plan: widths {', '.join(map(str, widths))}; {graphs} graphs up to {largest} tokens, about {gib} GiB.")
+    print(
+        f"Plan: widths {', '.join(map(str, widths))}; {graphs} graphs up to {largest} tokens, about {gib} GiB ({hybrid} for a GDN hybrid)."
+    )
     for note in document.get("notes", []):
         print(f"  {note}")
     return widths

@@ -6,6 +6,7 @@ VLLM_ENABLE_V1_MULTIPROCESSING=0. Acceptance is switched through a worker extens
 arms, where a script compares them in one engine, through the plugin's control file.
 """
 
+import argparse
 import contextlib
 import fcntl
 import itertools
@@ -39,6 +40,7 @@ SURVIVAL = {
 ALTERNATING = ("structured", "prose", "structured", "prose")
 WAVE_TOKENS = 120  # of each request: about 20 steps of structured text at width 7, 45 of prose at width 3
 FULL_DECODE_ONLY: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+MEET_S = 600
 CONTROL_S = 0.25  # the plugin looks at its control file five times a second
 
 
@@ -80,6 +82,8 @@ class GpuEngine:
         traced: bool = False,
         **fields: Any,
     ) -> None:
+        # Step times of random weights are nobody else's, nor those of vLLM's own dummy weights (witness.py).
+        os.environ.setdefault("DFLASH_CACHE_DIR", str(Path("~/.cache/dflash-verify-bench-own-values").expanduser()))
         folder = Path(tempfile.mkdtemp(prefix="dflash-verify-"))
         self._control = folder / "control.json"
         self._trace = folder / "trace.jsonl"
@@ -247,12 +251,26 @@ def capture_sizes(slots: int, widths: Iterable[int]) -> list[int]:
 
 
 def meet(place: str, stage: str) -> None:
-    """Wait until N processes have reached `stage`, or ten minutes. place: `FOLDER:N`; the folder is empty or new."""
-    folder, _, count = place.rpartition(":")
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    (Path(folder) / f"{stage}-{os.getpid()}").touch()
-    until = time.time() + 600
-    while len(list(Path(folder).glob(f"{stage}-*"))) < int(count) and time.time() < until:
+    """Wait until N processes of this host have reached `stage`: each leaves a file STAGE-PID in the folder of place, `FOLDER:N`.
+
+    SystemExit after ten minutes, or if such a process is gone: its engine has died, or the folder is of an earlier run.
+    """
+    name, _, count = place.rpartition(":")
+    folder = Path(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{stage}-{os.getpid()}").touch()
+    until = time.time() + MEET_S
+    while True:
+        here = [path.name.rpartition("-")[2] for path in folder.glob(f"{stage}-*")]
+        gone = [pid for pid in here if not Path("/proc", pid).exists()]
+        if gone and stage == "ready":
+            raise SystemExit(
+                f"{folder}: process {gone[0]} is no longer there; empty the folder and start all of them again"
+            )
+        if len(here) >= int(count):
+            return
+        if time.time() > until:
+            raise SystemExit(f"{folder}: {len(here)} of {count} processes were {stage} after {MEET_S} s")
         time.sleep(0.2)
 
 
@@ -268,7 +286,28 @@ def in_turn(place: str) -> Iterator[None]:
 def is_place(place: str) -> bool:
     """Whether it is FOLDER:N."""
     folder, _, engines = place.rpartition(":")
-    return bool(folder) and engines.isdecimal()
+    return bool(folder) and engines.isdecimal() and int(engines) > 0
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """What both scripts take; a mistake is said before an engine takes minutes to start."""
+    check_whole(parser, "--streams", args.streams, 1)
+    if args.repeats < 1:
+        parser.error(f"--repeats: {args.repeats} leaves nothing to measure; give at least 1")
+    folder = Path(args.out).resolve().parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        parser.error(f"--out: {folder} is no folder that can be written to")
+    asked = sorted(name for name in ("DFLASH_VERIFY_TOKENS", "DFLASH_BLOCK_VERIFY") if os.environ.get(name))
+    if asked:
+        parser.error(
+            f"{' and '.join(asked)} would apply to every engine, stock too: unset it; ENGINE says what is asked for"
+        )
+
+
+def check_whole(parser: argparse.ArgumentParser, option: str, text: str, least: int, most: int = 4096) -> None:
+    for part in text.split(","):
+        if not part.isdecimal() or not least <= int(part) <= most:
+            parser.error(f"{option}: {part!r} is no whole number from {least} to {most}; separate them by commas")
 
 
 def command_line() -> str:

@@ -19,7 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+from engine import DRAFT_WIDTH, FULL_DECODE_ONLY, about_machine, capture_sizes, check, command_line, in_turn, is_place
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "block"))
 
 ENGINES: dict[str, tuple[dict[str, str], dict[str, Any] | None]] = {
     "off": ({}, None),
@@ -53,18 +55,15 @@ def main() -> None:
     parser.add_argument("--in-turn", default="", metavar="FOLDER:N", help="N engines of one GPU, measured one by one")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
+    check(parser, args)
+    if args.in_turn and not is_place(args.in_turn):
+        parser.error(f"--in-turn: {args.in_turn!r} is no folder and number of engines; expected FOLDER:N, as in meet:2")
     streams = [int(part) for part in args.streams.split(",")]
     environ, speculative = ENGINES[args.engine]
     os.environ.update(environ)
-
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "block"))
     from train import held_out_text
     from vllm import LLM
 
-    from engine import DRAFT_WIDTH, FULL_DECODE_ONLY, about_machine, capture_sizes, command_line, in_turn, is_place
-
-    if args.in_turn and not is_place(args.in_turn):
-        parser.error(f"--in-turn: {args.in_turn!r} is no folder and number of engines; expected FOLDER:N, as in meet:2")
     try:
         text = held_out_text(args.pair)  # before an engine takes its time to start
     except OSError as error:
@@ -78,7 +77,7 @@ def main() -> None:
         "max_num_batched_tokens": 8192,
         # Room for 128 requests, so that many engines fit.
         "gpu_memory_utilization": 0.05,
-        "kv_cache_memory_bytes": 1 << 30,
+        "kv_cache_memory_bytes": 2 << 30,
         "disable_log_stats": False,
         "enable_prefix_caching": False,
         "compilation_config": FULL_DECODE_ONLY,

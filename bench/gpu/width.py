@@ -24,6 +24,8 @@ from engine import (
     GpuEngine,
     about_machine,
     capture_sizes,
+    check,
+    check_whole,
     command_line,
     is_place,
     median_row,
@@ -45,7 +47,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--widths", default="1,3,5,7")
     parser.add_argument("--arms", default="", help="of engine widths: a subset of the widths and auto (default: all)")
-    parser.add_argument("--tokens", type=int, default=0, help="of each request (default: 20480 / streams, 160 to 1600)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=0,
+        help="of each request, not of alternating's (default: 20480 / streams, 160 to 1600)",
+    )
     parser.add_argument("--trace", action="store_true", help="record the controller's time and every step's width")
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
     parser.add_argument("--repeats", type=int, default=3)
@@ -58,14 +65,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1e9, help="after the start; no further cell begins then")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
-    # A mistake is said before an engine takes minutes to start.
+    check(parser, args)
+    check_whole(parser, "--widths", args.widths, 0, DRAFT_WIDTH)
+    largest = max(map(int, args.streams.split(",")))
+    if args.slots and args.slots < largest:
+        parser.error(f"--slots: {args.slots} request slots are fewer than {largest} streams")
+    if args.arms and args.engine != "widths":
+        parser.error(f"--arms: engine {args.engine} is one arm; arms are switched in engine widths")
+    if args.trace and args.engine not in ("widths", "auto", *STATIC):
+        parser.error(f"--trace: engine {args.engine} has no plugin that would write one")
     wrong = [regime for regime in args.regimes.split(",") if not known_regime(regime)]
     if wrong:
         parser.error(f"--regimes: {wrong[0]!r} is unknown; known are {', '.join(SURVIVAL)}, alternating, alternating:N")
-    for option, least in (("streams", 1), ("widths", 0)):
-        for part in getattr(args, option).split(","):
-            if not part.isdecimal() or int(part) < least:
-                parser.error(f"--{option}: {part!r} is no whole number of {least} or more; separate them by commas")
     arms = [*args.widths.split(","), "auto"]
     unknown = [arm for arm in args.arms.split(",") if args.arms and arm not in arms]
     if unknown:

@@ -18,10 +18,10 @@ if os.environ.get("BENCH_STOCK_ROWS") == "1":
 def _spread_experts() -> None:
     """Let a mixture of experts of random weights read about as many experts as one that was trained.
 
-    vLLM's dummy weights are the same in all tensors of a shape, so that every layer's router sends a token to the same
-    experts, and a drafter of such weights proposes nearly the same token everywhere: a step at K = 7 then reads little more
-    than one at K = 1. Here each tensor has values of its own, and drafts are random tokens, which nobody takes for
-    right: vLLM's synthetic acceptance does not look at them. The same on every rank.
+    A drafter of vLLM's dummy weights proposes one token, everywhere: a step at K = 7 then reads no more experts than one at
+    K = 1. Here drafts are random tokens; vLLM's synthetic acceptance does not look at them. The dummy weights are also the
+    same in all tensors of a shape, so that all layers' routers agree; here each tensor has values of its own. Both
+    the same on every rank.
     """
     from vllm.model_executor.model_loader import dummy_loader
     from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator

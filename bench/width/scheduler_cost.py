@@ -3,7 +3,8 @@
     python bench/width/scheduler_cost.py [--batches 1,32,128] [--repeats 3]
 
 The real scheduler of a real engine (on a CPU, DFlash2, K of 7), two steps in flight as under asynchronous scheduling; what the model
-would answer is made up: prose. Arms: stock vLLM, a static width of 7, `auto`. Each figure is the median over a run's
+would answer is made up: prose. Arms: stock vLLM, a static width of 7, and `auto` with a cost table by which every width costs the
+same, so that it decides for 7 as well and vLLM's own work is equal. Each figure is the median over a run's
 steps, then over the repeats; the lowest of the repeats is printed too, since a shared machine only ever adds.
 """
 
@@ -25,10 +26,12 @@ from dflash_verify.cpu import environment
 
 environment.activate()
 
-from dflash_verify.cpu.engine import ENGINE_ARGS, plugin_environment, speculative_config
+from dflash_verify.cpu.engine import DRAFT_WIDTH, ENGINE_ARGS, plugin_environment, speculative_config
 from dflash_verify.cpu.models import Models, generate
 from dflash_verify.profile import random_request
 from dflash_verify.simulate.generate import SURVIVAL
+from dflash_verify.width.controller import WidthController
+from dflash_verify.width.cost import CostTable
 
 ARMS = {"stock": "", "static 7": "7", "auto": "auto"}
 STEPS = 300
@@ -47,6 +50,10 @@ def run(models: Models, width: str, batch: int, seed: int) -> float:
         llm = LLM(model=str(models.target), speculative_config=speculative_config(models, "dflash2"), **fields)
         core = llm.llm_engine.engine_core.engine_core
         scheduler = core.scheduler
+        if width == "auto":
+            widths = scheduler.steering.widths
+            flat = CostTable(DRAFT_WIDTH, widths, {n: (10.0,) * len(widths) for n in {1, batch}})
+            scheduler.steering.controller = WidthController(widths, DRAFT_WIDTH, flat)
         for i in range(batch):
             core.add_request(*core.preprocess_add_request(random_request(core, f"request-{i:032x}", LENGTH - 64, rng)))
         in_flight: deque[Any] = deque()
@@ -65,10 +72,11 @@ def run(models: Models, width: str, batch: int, seed: int) -> float:
             answer = ModelRunnerOutput(ids, {request: i for i, request in enumerate(ids)}, tokens)
             began = time.process_time()
             scheduler.update_from_output(output, answer)
-            if len(drafts) == batch:
+            if len(drafts) == batch and all(len(offered) == DRAFT_WIDTH for offered in drafts.values()):
                 samples.append(took + time.process_time() - began)
         core.abort_requests(list(scheduler.requests))
         close(llm)
+    assert len(samples) > 50, "too few steps at full width"
     return statistics.median(samples) * 1e6
 
 

@@ -16,9 +16,10 @@ DEFAULT_WIDTHS = (1, 3, 5, 7)
 # Every request count up to here gets graphs of its own; above it, vLLM's own request grid. Padding 33 requests to 40
 # costs a fifth of a step once, padding 3 to 4 a third, and every count up to 256 would mean 768 graphs for three widths.
 DENSE_REQUESTS = 32
-# Per FULL graph, for the estimate that `plan` prints: one H200, Qwen3-8B shape, graphs of four widths against those of one (docs/results.md, "Start-up"). The activations of the largest graph come on top and do not depend on the widths.
-GRAPH_SECONDS = 0.045
-GRAPH_MIB = 1.3
+# Per FULL graph, for the estimate that `plan` prints: one H200, graphs of four widths against those of one (docs/results.md,
+# "Start-up"). The activations of the largest graph come on top and do not depend on the widths.
+GRAPH_SECONDS, GRAPH_MIB = 0.045, 1.3  # Qwen3-8B shape
+HYBRID_GRAPH_SECONDS, HYBRID_GRAPH_MIB = 0.24, 10.6  # GDN hybrid of 48 layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,9 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """The object that `dflash-verify plan --json` prints."""
-        graphs = asdict(self.graphs) | {"total": self.graphs.total, "seconds": self.seconds, "gib": self.gib}
+        graphs = asdict(self.graphs) | {"total": self.graphs.total}
+        graphs |= {"seconds": self.seconds, "gib": self.gib}
+        graphs |= {"seconds_hybrid": self.seconds_hybrid, "gib_hybrid": self.gib_hybrid}
         return {
             "mode": self.mode,
             "draft_width": self.draft_width,
@@ -91,13 +94,23 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Estimated capture time of all graphs."""
+        """Estimated capture time of all graphs, of a dense model of 8B."""
         return round(self.graphs.total * GRAPH_SECONDS, 1)
 
     @property
     def gib(self) -> float:
-        """Estimated device memory of all graphs."""
+        """Estimated device memory of all graphs, of a dense model of 8B."""
         return round(self.graphs.total * GRAPH_MIB / 1024, 2)
+
+    @property
+    def seconds_hybrid(self) -> float:
+        """Likewise, of a GDN hybrid of 48 layers."""
+        return round(self.graphs.total * HYBRID_GRAPH_SECONDS, 1)
+
+    @property
+    def gib_hybrid(self) -> float:
+        """Likewise, of a GDN hybrid of 48 layers."""
+        return round(self.graphs.total * HYBRID_GRAPH_MIB / 1024, 2)
 
 
 def digest(
@@ -142,7 +155,9 @@ def _without_effect(settings: Settings) -> list[str]:
         return []
     # A control file may say auto later; nothing is measured at start for it.
     of_auto = ["profile_seconds"] if settings.control_file else ["cost_table", "estimator", "profile_seconds"]
-    unread = [f"DFLASH_{name.upper()}" for name in of_auto if name in settings.model_fields_set]
+    unread = [
+        f"DFLASH_{name.upper()}" for name in of_auto if name in settings.model_fields_set and getattr(settings, name)
+    ]
     if not unread:
         return []
     return [f"DFLASH_VERIFY_TOKENS={settings.verify_tokens} is a static width, which reads no {' or '.join(unread)}"]

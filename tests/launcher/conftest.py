@@ -27,7 +27,12 @@ SSH_PORT = 22022
 PORT = 18473
 COMMAND_S = 90
 CHECK = {"ok": True, "overlays": []}
-PLAN = {"widths": [3], "graphs": {"total": 16, "gib": 0.1}, "capture_sizes": [4, 8, 12, 16, 24], "notes": []}
+PLAN = {
+    "widths": [3],
+    "graphs": {"total": 16, "gib": 0.1, "gib_hybrid": 0.2},
+    "capture_sizes": [4, 8, 12, 16, 24],
+    "notes": [],
+}
 
 
 def until(promise: Callable[[], object], within_s: float = 20) -> None:

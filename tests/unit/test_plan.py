@@ -95,17 +95,19 @@ def test_a_graph_budget_coarsens_the_grid_before_it_drops_widths() -> None:
 def test_what_a_static_width_never_reads_is_said() -> None:
     table = {"DFLASH_COST_TABLE": "cost.json"}
     both = table | {"DFLASH_PROFILE_SECONDS": "30"}
+    estimator = {"DFLASH_ESTIMATOR": "hazard"}
     (note,) = plan("3", environ=both).notes
     assert (
         note == "DFLASH_VERIFY_TOKENS=3 is a static width, which reads no DFLASH_COST_TABLE or DFLASH_PROFILE_SECONDS"
     )
-    assert plan("auto:3", environ=both).notes == plan("3").notes == ()
+    assert "reads no DFLASH_ESTIMATOR" in plan("3", environ=estimator).notes[0]
+    assert plan("auto:3", environ=both | estimator).notes == plan("3").notes == ()
+    assert plan("3", environ={"DFLASH_PROFILE_SECONDS": "0"}).notes == (), "nothing was asked for"
     # A control file may say auto, whose controller reads the table.
     control = {"DFLASH_CONTROL_FILE": "control.json"}
-    assert plan("3", environ=control | table).notes == ()
-    (note,) = plan("3", environ=control | both).notes
-    assert "DFLASH_PROFILE_SECONDS" in note
-    assert "DFLASH_COST_TABLE" not in note
+    assert plan("3", environ=control | table | estimator).notes == ()
+    (note,) = plan("3", environ=control | both | estimator).notes
+    assert note.endswith("reads no DFLASH_PROFILE_SECONDS")
 
 
 def test_a_budget_that_cannot_hold_the_widths_is_refused_with_what_would_do() -> None:
@@ -135,6 +137,9 @@ def test_cli_json_has_the_promised_keys() -> None:
     assert code == 0
     assert {"widths", "schedule", "capture_sizes", "graphs", "digest"} <= set(data)
     assert {4, 8, 12, 16, 24, 32} <= set(data["capture_sizes"])
+    graphs = data["graphs"]
+    assert 0 < graphs["gib"] < graphs["gib_hybrid"]
+    assert 0 < graphs["seconds"] < graphs["seconds_hybrid"]
 
 
 def test_cli_refuses_in_one_sentence() -> None:
