@@ -93,7 +93,7 @@ class FullCore:
 def test_where_the_kv_cache_holds_fewer_than_the_slots_the_table_ends_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 256 slots a hybrid model ran 234, and the table ended at 128: what did not fit was left out, and the next size
     below had its turn last."""
-    monkeypatch.setattr(profile, "_request", lambda *args: None)
+    monkeypatch.setattr(profile, "random_request", lambda *args: None)
     monkeypatch.setattr(profile, "cost_key", lambda config: key())
     table = profile.measure(FullCore(slots=256, room=234), allowed_s=60)
     assert table is not None
