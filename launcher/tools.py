@@ -111,7 +111,8 @@ def planned_widths(root: Path, settings: Settings, bundle: plugin.Bundle, head: 
     except (ValueError, KeyError, TypeError):
         raise LaunchError(f"dflash-verify plan printed no plan ({out[:100]!r}): run ./start.sh plan.") from None
     print(
-        f"Plan: widths {', '.join(map(str, widths))}; {graphs} graphs up to {largest} tokens, about {gib} GiB ({hybrid} for a GDN hybrid)."
+        f"Plan: widths {', '.join(map(str, widths))}; {graphs} graphs up to {largest} tokens, about {gib} GiB "
+        f"({hybrid} for a GDN hybrid)."
     )
     for note in document.get("notes", []):
         print(f"  {note}")
