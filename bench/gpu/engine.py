@@ -27,15 +27,12 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import shapes
 
+from dflash_verify.plan import request_counts
+from dflash_verify.simulate import generate
+
 DRAFT_WIDTH = 7
-# P(first i drafts accepted). structured: counting 1 to 200, T=0; prose: hash-map explanation, T=0 (MiaAI README). code:
-# cumulated from the conditional rates of a code prompt (tonyd2wild README). hard: one accepted draft a step, as at T=1.
-SURVIVAL = {
-    "structured": [0.98, 0.98, 0.94, 0.94, 0.91, 0.83, 0.83],
-    "code": [0.93, 0.83, 0.70, 0.56, 0.44, 0.26, 0.25],
-    "prose": [0.75, 0.58, 0.41, 0.28, 0.16, 0.09, 0.06],
-    "hard": [0.50, 0.25, 0.12, 0.06, 0.03, 0.02, 0.01],
-}
+# P(first i drafts accepted); where they are from stands there. `hard` is one accepted draft a step, as at T=1.
+SURVIVAL = {name: list(generate.SURVIVAL[name]) for name in ("structured", "code", "prose", "hard")}
 # Waves of requests that alternate between two kinds of text; one engine, one controller throughout.
 ALTERNATING = ("structured", "prose", "structured", "prose")
 WAVE_TOKENS = 120  # of each request: about 20 steps of structured text at width 7, 45 of prose at width 3
@@ -246,8 +243,7 @@ def median_row(runs: list[Run], **labels: Any) -> dict[str, Any]:
 def capture_sizes(slots: int, widths: Iterable[int]) -> list[int]:
     """Token counts for vLLM's list, which ends at 512 by itself: every size that stock could use at these widths, so that only
     the width differs."""
-    counts = {*range(1, 33), *range(40, 257, 8)} & set(range(1, slots + 1))
-    return sorted({count * (width + 1) for count in counts for width in widths})
+    return sorted({count * (width + 1) for count in request_counts(slots) for width in widths})
 
 
 def meet(place: str, stage: str) -> None:
@@ -270,23 +266,22 @@ def meet(place: str, stage: str) -> None:
         if len(here) >= int(count):
             return
         if time.time() > until:
-            raise SystemExit(f"{folder}: {len(here)} of {count} processes were {stage} after {MEET_S} s")
+            raise SystemExit(
+                f"{folder}: {len(here)} of {count} processes were {stage} after {MEET_S} s; start that many at once"
+            )
         time.sleep(0.2)
 
 
 @contextlib.contextmanager
 def in_turn(place: str) -> Iterator[None]:
-    """Wait until N processes have started, then for a turn to work alone among them. place: as for `meet`."""
+    """Wait until N processes have started, then for a turn to work alone among them. place: as for `meet`; "": at once."""
+    if not place:
+        yield
+        return
     meet(place, "ready")
     with open(Path(place.rpartition(":")[0]) / "turn", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def is_place(place: str) -> bool:
-    """Whether it is FOLDER:N."""
-    folder, _, engines = place.rpartition(":")
-    return bool(folder) and engines.isdecimal() and int(engines) > 0
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -302,6 +297,12 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(
             f"{' and '.join(asked)} would apply to every engine, stock too: unset it; ENGINE says what is asked for"
         )
+
+
+def check_place(parser: argparse.ArgumentParser, option: str, place: str) -> None:
+    folder, _, engines = place.rpartition(":")
+    if place and not (folder and engines.isdecimal() and int(engines) > 0):
+        parser.error(f"{option}: {place!r} is no folder and number of engines; expected FOLDER:N, as in meet:2")
 
 
 def check_whole(parser: argparse.ArgumentParser, option: str, text: str, least: int, most: int = 4096) -> None:

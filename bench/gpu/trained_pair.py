@@ -10,7 +10,6 @@ others are idle.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -19,7 +18,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine import DRAFT_WIDTH, FULL_DECODE_ONLY, about_machine, capture_sizes, check, command_line, in_turn, is_place
+from engine import (
+    DRAFT_WIDTH,
+    FULL_DECODE_ONLY,
+    about_machine,
+    capture_sizes,
+    check,
+    check_place,
+    command_line,
+    in_turn,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "block"))
 
@@ -56,8 +64,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     check(parser, args)
-    if args.in_turn and not is_place(args.in_turn):
-        parser.error(f"--in-turn: {args.in_turn!r} is no folder and number of engines; expected FOLDER:N, as in meet:2")
+    check_place(parser, "--in-turn", args.in_turn)
     streams = [int(part) for part in args.streams.split(",")]
     environ, speculative = ENGINES[args.engine]
     os.environ.update(environ)
@@ -95,7 +102,7 @@ def main() -> None:
     began = time.time()
     llm = LLM(**fields)
     print(f"{args.engine}: started in {time.time() - began:.1f} s", flush=True)
-    with in_turn(args.in_turn) if args.in_turn else contextlib.nullcontext():
+    with in_turn(args.in_turn):
         rows = []
         for count in streams:
             rows.append(measure(llm, text, count, args))

@@ -25,9 +25,9 @@ from engine import (
     about_machine,
     capture_sizes,
     check,
+    check_place,
     check_whole,
     command_line,
-    is_place,
     median_row,
     meet,
 )
@@ -81,8 +81,7 @@ def parse() -> argparse.Namespace:
     unknown = [arm for arm in args.arms.split(",") if args.arms and arm not in arms]
     if unknown:
         parser.error(f"--arms: {unknown[0]!r} is none of {', '.join(arms)}")
-    if args.beside and not is_place(args.beside):
-        parser.error(f"--beside: {args.beside!r} is no folder and number of engines; expected FOLDER:N, as in meet:2")
+    check_place(parser, "--beside", args.beside)
     return args
 
 

@@ -1,6 +1,6 @@
 """What the plugin costs vLLM's scheduler: CPU time of `schedule` and `update_from_output` per step, with it and without.
 
-    python bench/width/scheduler_cost.py [--batches 1,32,128] [--repeats 3]
+    python bench/width/scheduler_cost.py [--batches 1 32 128] [--repeats 3]
 
 The real scheduler of a real engine (on a CPU, DFlash2, K of 7), two steps in flight as under asynchronous scheduling; what the model
 would answer is made up: prose. Arms: stock vLLM, a static width of 7, and `auto` with a cost table by which every width costs the
@@ -94,13 +94,15 @@ def close(llm: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", default="1,32,128")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
+    if min(*args.batches, args.repeats) < 1:
+        parser.error("--batches and --repeats must be 1 or more")
     print("| batch | " + " | ".join(ARMS) + " |\n" + "|---" * (len(ARMS) + 1) + "|")
     with tempfile.TemporaryDirectory() as folder:
         models = generate(Path(folder))
-        for batch in map(int, args.batches.split(",")):
+        for batch in args.batches:
             took: dict[str, list[float]] = {arm: [] for arm in ARMS}
             for repeat in range(args.repeats):
                 for arm, width in ARMS.items():

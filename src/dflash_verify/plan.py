@@ -18,8 +18,8 @@ DEFAULT_WIDTHS = (1, 3, 5, 7)
 DENSE_REQUESTS = 32
 # Per FULL graph, for the estimate that `plan` prints: one H200, graphs of four widths against those of one (docs/results.md,
 # "Start-up"). The activations of the largest graph come on top and do not depend on the widths.
-GRAPH_SECONDS, GRAPH_MIB = 0.045, 1.3  # Qwen3-8B shape
-HYBRID_GRAPH_SECONDS, HYBRID_GRAPH_MIB = 0.24, 10.6  # GDN hybrid of 48 layers
+# Seconds and MiB, by what `Plan.estimates` appends to its names.
+GRAPH_COST = {"": (0.045, 1.3), "_hybrid": (0.24, 10.6)}  # Qwen3-8B shape; GDN hybrid of 48 layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,7 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """The object that `dflash-verify plan --json` prints."""
-        graphs = asdict(self.graphs) | {"total": self.graphs.total}
-        graphs |= {"seconds": self.seconds, "gib": self.gib}
-        graphs |= {"seconds_hybrid": self.seconds_hybrid, "gib_hybrid": self.gib_hybrid}
+        graphs = asdict(self.graphs) | {"total": self.graphs.total} | self.estimates
         return {
             "mode": self.mode,
             "draft_width": self.draft_width,
@@ -93,24 +91,14 @@ class Plan:
         }
 
     @property
-    def seconds(self) -> float:
-        """Estimated capture time of all graphs, of a dense model of 8B."""
-        return round(self.graphs.total * GRAPH_SECONDS, 1)
-
-    @property
-    def gib(self) -> float:
-        """Estimated device memory of all graphs, of a dense model of 8B."""
-        return round(self.graphs.total * GRAPH_MIB / 1024, 2)
-
-    @property
-    def seconds_hybrid(self) -> float:
-        """Likewise, of a GDN hybrid of 48 layers."""
-        return round(self.graphs.total * HYBRID_GRAPH_SECONDS, 1)
-
-    @property
-    def gib_hybrid(self) -> float:
-        """Likewise, of a GDN hybrid of 48 layers."""
-        return round(self.graphs.total * HYBRID_GRAPH_MIB / 1024, 2)
+    def estimates(self) -> dict[str, float]:
+        """What capturing all graphs may take, on a dense model of 8B and on a GDN hybrid of 48 layers: `seconds`, `gib` of
+        device memory, `seconds_hybrid`, `gib_hybrid`."""
+        total, found = self.graphs.total, {}
+        for model, (seconds, mib) in GRAPH_COST.items():
+            found[f"seconds{model}"] = round(total * seconds, 1)
+            found[f"gib{model}"] = round(total * mib / 1024, 2)
+        return found
 
 
 def digest(
@@ -160,7 +148,10 @@ def _without_effect(settings: Settings) -> list[str]:
     ]
     if not unread:
         return []
-    return [f"DFLASH_VERIFY_TOKENS={settings.verify_tokens} is a static width, which reads no {' or '.join(unread)}"]
+    return [
+        f"DFLASH_VERIFY_TOKENS={settings.verify_tokens} is a static width, which reads no {' or '.join(unread)}: "
+        "set it to auto, or unset what it does not read"
+    ]
 
 
 def _widths(settings: Settings, facts: EngineFacts) -> tuple[int, ...]:

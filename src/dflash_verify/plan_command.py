@@ -84,8 +84,8 @@ def _show(result: Plan) -> None:
     )
     table.add_row(
         "estimate",
-        f"about {result.seconds:.0f} s and {result.gib:.1f} GiB to capture (8B dense; {result.seconds_hybrid:.0f} s and "
-        f"{result.gib_hybrid:.1f} GiB for a GDN hybrid of 48 layers), besides the activations of the largest",
+        "about {seconds:.0f} s and {gib:.1f} GiB to capture (8B dense; {seconds_hybrid:.0f} s and {gib_hybrid:.1f} GiB for a GDN "
+        "hybrid of 48 layers), besides the activations of the largest".format(**result.estimates),
     )
     table.add_row("digest", result.digest)
     for note in result.notes:

@@ -56,7 +56,7 @@ class Serving:
 
 
 def test_vllm_s_dummy_weights_draft_one_token_and_are_alike(models: Models) -> None:
-    # The reason for all this: should it change, witness.py can go.
+    # The reason for all this: should it change, witness.py need not spread experts any more.
     stock = Serving(models, "dummy", temperature=1.0)
     assert len(stock.tokens.unique()) == 1
     assert stock.alike > 0

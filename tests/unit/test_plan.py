@@ -98,16 +98,17 @@ def test_what_a_static_width_never_reads_is_said() -> None:
     estimator = {"DFLASH_ESTIMATOR": "hazard"}
     (note,) = plan("3", environ=both).notes
     assert (
-        note == "DFLASH_VERIFY_TOKENS=3 is a static width, which reads no DFLASH_COST_TABLE or DFLASH_PROFILE_SECONDS"
+        note == "DFLASH_VERIFY_TOKENS=3 is a static width, which reads no DFLASH_COST_TABLE or DFLASH_PROFILE_SECONDS: "
+        "set it to auto, or unset what it does not read"
     )
-    assert "reads no DFLASH_ESTIMATOR" in plan("3", environ=estimator).notes[0]
+    assert "reads no DFLASH_ESTIMATOR:" in plan("3", environ=estimator).notes[0]
     assert plan("auto:3", environ=both | estimator).notes == plan("3").notes == ()
     assert plan("3", environ={"DFLASH_PROFILE_SECONDS": "0"}).notes == (), "nothing was asked for"
     # A control file may say auto, whose controller reads the table.
     control = {"DFLASH_CONTROL_FILE": "control.json"}
     assert plan("3", environ=control | table | estimator).notes == ()
     (note,) = plan("3", environ=control | both | estimator).notes
-    assert note.endswith("reads no DFLASH_PROFILE_SECONDS")
+    assert "reads no DFLASH_PROFILE_SECONDS:" in note
 
 
 def test_a_budget_that_cannot_hold_the_widths_is_refused_with_what_would_do() -> None:
