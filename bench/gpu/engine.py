@@ -46,7 +46,7 @@ class Run:
     """One measured batch of streams of equal length.
 
     decode_ms: median step while all streams decode and nothing is prefilled. prompts_s: time of steps with prompts in them,
-    which FULL_DECODE_ONLY runs without a graph, with the step before them and the gap between waves; prompt_steps: how many
+    which run without a FULL graph, with the step before them and the gap between waves; prompt_steps: how many
     had prompts, which depends on when the requests came. controller_us: all of the controller's work per step, median; 0
     unless the engine writes a trace. path: the width of every step in order, e.g. `7x3 3x41`; likewise.
     """

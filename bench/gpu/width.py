@@ -60,6 +60,11 @@ def parse() -> argparse.Namespace:
         "--one-process", action="store_true", help="front end and engine core in one process, unlike a server's"
     )
     parser.add_argument(
+        "--compiled",
+        action="store_true",
+        help="vLLM's default, torch.compile and FULL_AND_PIECEWISE graphs, for mode=0 and FULL_DECODE_ONLY",
+    )
+    parser.add_argument(
         "--beside", default="", metavar="FOLDER:N", help="measure when N engines of this host are ready"
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="after the start; no further cell begins then")
@@ -110,10 +115,11 @@ def main() -> None:
     elif args.engine == "adaptive":
         speculative = {"enable_adaptive_verification": True}
 
-    fields: dict[str, Any] = {"gpu_memory_utilization": args.memory}
+    graphs = {} if args.compiled else FULL_DECODE_ONLY
+    fields: dict[str, Any] = {"gpu_memory_utilization": args.memory, "compilation_config": graphs}
     if args.engine in ("stock", "adaptive", *PLAIN):
         verified = {PLAIN.get(args.engine, DRAFT_WIDTH), DRAFT_WIDTH}
-        fields["compilation_config"] = FULL_DECODE_ONLY | {"cudagraph_capture_sizes": capture_sizes(slots, verified)}
+        fields["compilation_config"] = graphs | {"cudagraph_capture_sizes": capture_sizes(slots, verified)}
     engine = GpuEngine(args.model, speculative, slots, switched=args.engine == "widths", traced=args.trace, **fields)
     print(f"{args.engine} {args.model}: started in {engine.start_s:.1f} s", flush=True)
     if args.beside:

@@ -36,6 +36,7 @@ def cost_key(vllm_config: Any) -> CostKey:
         draft_config=_config_digest(speculative.draft_model_config),
         engine_version=vllm.__version__,
         dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
+        compilation=vllm_config.compilation_config.mode.name,
         capture_sizes=tuple(vllm_config.compilation_config.cudagraph_capture_sizes or ()),
     )
 

@@ -111,7 +111,7 @@ def test_where_the_kv_cache_holds_fewer_than_the_slots_the_table_ends_there(monk
 
 
 def key() -> CostKey:
-    return CostKey("GPU", 1, "target", "draft", "0.33.0", "bfloat16", ())
+    return CostKey("GPU", 1, "target", "draft", "0.33.0", "bfloat16", "NONE", ())
 
 
 def test_the_command_measures_every_cell_and_a_server_then_uses_the_table(models: Models, tmp_path: Path) -> None:

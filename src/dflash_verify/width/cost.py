@@ -37,6 +37,7 @@ class CostKey:
     draft_config: str  # digest
     engine_version: str
     dtype: str
+    compilation: str  # vLLM's compilation mode: NONE, VLLM_COMPILE, ...
     capture_sizes: tuple[int, ...]
 
     @classmethod

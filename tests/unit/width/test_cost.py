@@ -10,7 +10,7 @@ from dflash_verify.width.cost import CostKey, CostModel, CostTable, CostTableErr
 
 WIDTHS = (1, 3, 7)
 CELLS = {1: (10.0, 12.0, 16.0), 4: (13.0, 18.0, 28.0), 8: (20.0, 30.0, 24.0)}
-KEY = CostKey("NVIDIA H200", 1, "aa", "bb", "0.33.0", "bfloat16", (1, 2, 4, 8, 16, 32, 64))
+KEY = CostKey("NVIDIA H200", 1, "aa", "bb", "0.33.0", "bfloat16", "VLLM_COMPILE", (1, 2, 4, 8, 16, 32, 64))
 
 
 def table(**changes):
@@ -81,6 +81,7 @@ def test_a_table_survives_saving(tmp_path):
         ("draft_config", "cc"),
         ("engine_version", "0.32.0"),
         ("dtype", "float16"),
+        ("compilation", "NONE"),
         ("capture_sizes", (1, 2, 4)),
     ],
 )
