@@ -45,6 +45,7 @@ CONTROL_S = 0.25  # the plugin looks at its control file five times a second
 class Run:
     """One measured batch of streams of equal length.
 
+    width: drafts verified per request and step without prompts. acceptance_length: tokens per request and step that verified any.
     decode_ms: median step while all streams decode and nothing is prefilled. prompts_s: time of steps with prompts in them,
     which run without a FULL graph, with the step before them and the gap between waves; prompt_steps: how many
     had prompts, which depends on when the requests came. controller_us: all of the controller's work per step, median; 0
@@ -177,33 +178,33 @@ class GpuEngine:
             began = time.perf_counter()
             self.llm.generate(prompts, params, use_tqdm=False)
             took += time.perf_counter() - began
-        after, phases = self._counters(), self._phases(streams)
+        after, phases = self._counters(), self._phases(streams, took)
         emitted = streams * sum(length for _, length in waves)
         drafts = after.get("drafts", 0) - before.get("drafts", 0)
-        if not drafts:
-            return Run(emitted / took, 0.0, 1.0, took * 1e3 * streams / emitted, **phases, controller_us=0.0)
+        accepted = after["accepted_tokens"] - before["accepted_tokens"] if drafts else 0
         return Run(
             tok_s=emitted / took,
-            width=(after["draft_tokens"] - before["draft_tokens"]) / drafts,
-            acceptance_length=1 + (after["accepted_tokens"] - before["accepted_tokens"]) / drafts,
-            step_ms=took * 1e3 * streams / drafts,
+            acceptance_length=1 + accepted / drafts if drafts else 1.0,
             **phases,
             **self._traced(traced),
         )
 
-    def _phases(self, streams: int) -> dict[str, Any]:
-        """decode_ms, prompts_s and prompt_steps of the steps since the last question: from one launch to the next."""
+    def _phases(self, streams: int, took: float) -> dict[str, Any]:
+        """Of the steps since the last question, which took that many seconds; a step is from one launch to the next."""
         steps = self.llm.collective_rpc("times")[0]
         decode, prompts = [], 0.0
-        for (at, batch, has_prompts), (until, following, follow_prompts) in itertools.pairwise(steps):
+        decoding = [(batch, verified) for _, batch, has_prompts, verified in steps if not has_prompts]
+        for (at, batch, has_prompts, _), (until, following, follow_prompts, _) in itertools.pairwise(steps):
             if has_prompts or follow_prompts:
                 prompts += until - at
             elif batch == following == streams:
                 decode.append(until - at)
         return {
+            "width": sum(verified for _, verified in decoding) / max(1, sum(batch for batch, _ in decoding)),
+            "step_ms": took * 1e3 * streams / max(1, sum(step[1] for step in steps)),
             "decode_ms": statistics.median(decode) * 1e3 if decode else 0.0,
             "prompts_s": prompts,
-            "prompt_steps": sum(has_prompts for _, _, has_prompts in steps),
+            "prompt_steps": sum(step[2] for step in steps),
         }
 
     def _traced(self, start: int) -> dict[str, Any]:

@@ -4,7 +4,8 @@ The engine `widths` captures all widths; its arms are switched between runs, so 
 of their own, started as a server would be: `auto`, `staticK` (DFLASH_VERIFY_TOKENS=K), `stock` (no plugin), `off` (no
 speculation), `plainK` (vLLM's own schedule [[1, M, K]], no overlay) and `adaptive` (enable_adaptive_verification).
 Two engines, each on a GPU of its own (CUDA_VISIBLE_DEVICES), are measured at once with `--beside`: each waits for the
-other, since an engine that starts slows another's small batches.
+other, since an engine that starts slows another's small batches. With `--in-turn` several start together on one GPU, each
+with a KV cache of `--kv-gib`, and are measured one by one while the others are idle: most of an engine's time is its start.
 
     python bench/gpu/width.py ENGINE --model qwen3-8b --streams 1,8,32,128,256 --out rows.json
 """
@@ -28,6 +29,7 @@ from engine import (
     check_place,
     check_whole,
     command_line,
+    in_turn,
     median_row,
     meet,
 )
@@ -67,6 +69,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--beside", default="", metavar="FOLDER:N", help="measure when N engines of this host are ready"
     )
+    parser.add_argument("--in-turn", default="", metavar="FOLDER:N", help="N engines of one GPU, measured one by one")
+    parser.add_argument(
+        "--kv-gib", type=float, default=0.0, help="size of the KV cache instead of what --memory leaves, for --in-turn"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="after the start; no further cell begins then")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
@@ -87,6 +93,13 @@ def parse() -> argparse.Namespace:
     if unknown:
         parser.error(f"--arms: {unknown[0]!r} is none of {', '.join(arms)}")
     check_place(parser, "--beside", args.beside)
+    check_place(parser, "--in-turn", args.in_turn)
+    if args.beside and args.in_turn:
+        parser.error("--beside and --in-turn: measure at once or one by one, not both")
+    if bool(args.in_turn) != (args.kv_gib > 0):
+        parser.error(
+            "--in-turn and --kv-gib belong together: engines that share a GPU cannot measure what is left of it"
+        )
     return args
 
 
@@ -99,8 +112,7 @@ def known_regime(regime: str) -> bool:
 
 def main() -> None:
     args = parse()
-    streams = [int(part) for part in args.streams.split(",")]
-    slots = args.slots or max(streams)
+    slots = args.slots or max(map(int, args.streams.split(",")))
     if args.one_process:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     speculative: dict[str, Any] | None = {}
@@ -120,16 +132,28 @@ def main() -> None:
     if args.engine in ("stock", "adaptive", *PLAIN):
         verified = {PLAIN.get(args.engine, DRAFT_WIDTH), DRAFT_WIDTH}
         fields["compilation_config"] = graphs | {"cudagraph_capture_sizes": capture_sizes(slots, verified)}
+    if args.in_turn:
+        # With its size given, vLLM does not measure what is left, and asks only that this much be free.
+        fields |= {"kv_cache_memory_bytes": int(args.kv_gib * (1 << 30)), "gpu_memory_utilization": 0.05}
     engine = GpuEngine(args.model, speculative, slots, switched=args.engine == "widths", traced=args.trace, **fields)
     print(f"{args.engine} {args.model}: started in {engine.start_s:.1f} s", flush=True)
     if args.beside:
         meet(args.beside, "ready")
+    with in_turn(args.in_turn):
+        measure(engine, args)
+        if args.beside:
+            meet(args.beside, "done")
+        engine.close()
+
+
+def measure(engine: GpuEngine, args: argparse.Namespace) -> None:
+    """Every cell of streams and regimes; what there is so far is written after each."""
     began = time.time()
     arms = [args.engine]
     if args.engine == "widths":
         arms = args.arms.split(",") if args.arms else [*args.widths.split(","), "auto"]
     rows: list[dict[str, Any]] = []
-    for count in streams:
+    for count in map(int, args.streams.split(",")):
         tokens = args.tokens or min(1600, max(160, 20480 // count))
         select(engine, args.engine, arms[0])
         engine.run("structured", count, 24)  # first-use work of this batch size
@@ -150,9 +174,6 @@ def main() -> None:
             )
             write(args.out, engine, rows, about_machine())
     print("drafter graphs", engine.draft_graphs(), flush=True)
-    if args.beside:
-        meet(args.beside, "done")
-    engine.close()
 
 
 def select(engine: GpuEngine, kind: str, arm: str) -> None:

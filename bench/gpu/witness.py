@@ -74,20 +74,21 @@ class Witness:
 
     def watch_times(self) -> None:
         execute = self.model_runner.execute_model
-        self._times: list[tuple[float, int, bool]] = []
+        self._times: list[tuple[float, int, bool, int]] = []
 
         def timed(output: Any, *args: Any, **kwargs: Any) -> Any:
             if counts := output.num_scheduled_tokens:
                 drafts = output.scheduled_spec_decode_tokens
                 # More than one token and no drafts: a prompt.
                 prompts = any(n > 1 and r not in drafts for r, n in counts.items())
-                self._times.append((time.perf_counter(), len(counts), prompts))
+                verified = sum(map(len, drafts.values()))
+                self._times.append((time.perf_counter(), len(counts), prompts, verified))
             return execute(output, *args, **kwargs)
 
         self.model_runner.execute_model = timed
 
-    def times(self) -> list[tuple[float, int, bool]]:
-        """(when it was launched in s, requests, whether it has prompts) of every step since the last call."""
+    def times(self) -> list[tuple[float, int, bool, int]]:
+        """(when it was launched in s, requests, whether it has prompts, drafts verified) of every step since the last call."""
         times, self._times = self._times, []
         return times
 

@@ -13,6 +13,9 @@ from dflash_verify import __version__
 from dflash_verify.settings import Settings, SettingsError
 
 DEFAULT_WIDTHS = (1, 3, 5, 7)
+# From so many request slots on, plain decoding (width 0) is among the widths of `auto`: a batch that fills the GPU by itself gains
+# less from accepted drafts than drafting and verifying them cost (docs/results.md, "No speculation"). Below, one draft pays.
+PLAIN_DECODING_FROM = 64
 # Every request count up to here gets graphs of its own; above it, vLLM's own request grid. Padding 33 requests to 40
 # costs a fifth of a step once, padding 3 to 4 a third, and every count up to 256 would mean 768 graphs for three widths.
 DENSE_REQUESTS = 32
@@ -31,7 +34,7 @@ class EngineFacts:
     draft_query_len: rows per request in the drafter's pass: N + 1 for DFlash and DFlash2, N or N + 1 for DSpark.
     max_num_batched_tokens: tokens per step at most (None: not known; vLLM drops capture sizes above it).
     user_capture_sizes: the operator's own list, which wins (None: none given).
-    plain_decoding: whether this release captures graphs at K = 0 for this drafter.
+    plain_decoding: whether this release leaves out the drafter's pass at K = 0, as vLLM does from 0.33 on.
     """
 
     draft_width: int
@@ -120,12 +123,11 @@ def digest(
 def make_plan(settings: Settings, facts: EngineFacts) -> Plan:
     """The plan for an active width.
 
-    Raises SettingsError when a listed width exceeds N, when K = 0 cannot be captured, or when the graph budget cannot
-    hold even full width.
+    Raises SettingsError when a listed width exceeds N, or when the graph budget cannot hold even full width.
     """
     wanted = settings.verify_tokens
     widths = _widths(settings, facts)
-    notes = _without_effect(settings)
+    notes = _without_effect(settings) + _plain_decoding_saves_little(settings, facts)
     if facts.user_capture_sizes is not None:
         sizes = tuple(sorted({size for size in facts.user_capture_sizes if size > 0}))
         notes += _uncovered(sizes, widths, facts)
@@ -154,6 +156,21 @@ def _without_effect(settings: Settings) -> list[str]:
     ]
 
 
+def _plain_decoding_saves_little(settings: Settings, facts: EngineFacts) -> list[str]:
+    if 0 not in settings.verify_tokens.widths or facts.plain_decoding:
+        return []
+    return [
+        f"DFLASH_VERIFY_TOKENS={settings.verify_tokens} lists width 0, at which vLLM before 0.33 runs the drafter all the same: it "
+        "saves little there"
+    ]
+
+
+def default_widths(facts: EngineFacts) -> tuple[int, ...]:
+    """What `auto` without a list chooses from."""
+    widths = {*DEFAULT_WIDTHS, *((0,) if facts.plain_decoding and facts.max_num_seqs >= PLAIN_DECODING_FROM else ())}
+    return tuple(sorted({width for width in widths if width < facts.draft_width} | {facts.draft_width}))
+
+
 def _widths(settings: Settings, facts: EngineFacts) -> tuple[int, ...]:
     wanted, n = settings.verify_tokens, facts.draft_width
     if wanted.mode == "stock":
@@ -166,15 +183,9 @@ def _widths(settings: Settings, facts: EngineFacts) -> tuple[int, ...]:
             f"DFLASH_VERIFY_TOKENS={wanted} asks to verify {too_wide[-1]} tokens but the drafter proposes {n}: "
             f"set it to {f'1 to {n}' if n > 1 else '1'}, auto, or 0 for stock vLLM."
         )
-    if 0 in wanted.widths and not facts.plain_decoding:
-        raise SettingsError(
-            f"DFLASH_VERIFY_TOKENS={wanted} lists width 0, which this vLLM release cannot capture for this drafter: "
-            "leave 0 out of the list."
-        )
     if wanted.mode == "static":
         return wanted.widths
-    chosen = wanted.widths or tuple(width for width in DEFAULT_WIDTHS if width < n)
-    return tuple(sorted({*chosen, n}))
+    return tuple(sorted({*wanted.widths, n})) if wanted.widths else default_widths(facts)
 
 
 def _within_budget(settings: Settings, facts: EngineFacts, widths: tuple[int, ...]) -> tuple[Plan, list[str]]:

@@ -80,7 +80,10 @@ class WidthMixin:
             # One token each: a decode, unless it is the last token of a prompt.
             requests: dict[str, Any] = self.requests  # type: ignore[attr-defined]
             uniform = uniform and not drafts and all(requests[r].num_output_tokens for r in output.num_scheduled_tokens)
-        return Step(width, now_s, batch, uniform, len(drafts))
+        step = Step(width, now_s, batch, uniform, len(drafts), next_width=self.steering.published)
+        if uniform and not width:
+            step.ids = list(output.num_scheduled_tokens)  # nothing will be observed of them but that time passed
+        return step
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
         step = self._step = self._pop(scheduler_output)

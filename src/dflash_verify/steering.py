@@ -27,7 +27,8 @@ class ControlError(ValueError):
 class Step:
     """A step between `schedule` and `update_from_output`.
 
-    width: K that was published for it. scheduled_s: when it was scheduled. batch: its requests. uniform: every request
+    width: K that was published for it. next_width: K that it publishes for the step behind it; its drafter's pass is left
+    out where that is 0 (None: not known, taken as width). scheduled_s: when it was scheduled. batch: its requests. uniform: every request
     verifies exactly K drafts and nothing is prefilled, so its duration is that of a (batch, K) cell. cold: the first uniform
     step of its batch and width: its graph may be launched for the first time, which takes longer.
     """
@@ -37,13 +38,23 @@ class Step:
     batch: int
     uniform: bool
     decodes: int
+    next_width: int | None = None
     cold: bool = False
     step_ms: float | None = None
-    exact: bool = True  # no launch that is known to be slow has moved step_ms (`arrived`)
+    exact: bool = (
+        True  # step_ms is that of a (batch, width) cell: no launch that is known to be slow has moved it (`arrived`)
+    )
     prefill_behind: bool = False  # a step with a prefill was launched before this one's output was looked at
     ids: list[str] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
+
+    @property
+    def steady(self) -> bool:
+        """Whether it runs the drafter as every step at its width does. Between width 0 and another one, a step verifies as
+        at one of them and drafts as at the other: the last step at 0 pays for the drafter, the first one back at 0 does
+        not run it for the drafts it verified."""
+        return self.next_width is None or (self.width > 0) == (self.next_width > 0)
 
     def observe(self, request_id: str, accepted: int, drafted: int) -> None:
         """One request's result: drafts accepted out of those that were valid."""
@@ -203,7 +214,8 @@ class Steering:
         ahead = step.scheduled_s < self._last_end_s  # launched before the output of the one before was looked at
         begin_s = self._last_end_s if self._busy else max(self._last_end_s, step.scheduled_s)
         step.step_ms = (now_s - begin_s) * 1e3 if step.uniform and begin_s > 0.0 else None
-        step.exact = not (step.cold or (ahead and self._after_mixed) or (following is not None and following.cold))
+        slow_launch = step.cold or (ahead and self._after_mixed) or (following is not None and following.cold)
+        step.exact = step.steady and not slow_launch
         step.prefill_behind = following is not None and not following.uniform
         self._last_end_s = now_s
         self._after_mixed = not step.uniform

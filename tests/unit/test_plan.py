@@ -33,6 +33,16 @@ def test_auto_takes_the_default_widths_below_n_and_n() -> None:
     assert plan("auto", draft_width=1, draft_query_len=2).widths == (1,)
 
 
+def test_auto_may_decode_plainly_where_batches_are_large() -> None:
+    """8B shape on an H200, 256 streams of prose: no speculation was faster than any width."""
+    assert plan("auto", 63).widths == (1, 3, 5, 7)
+    assert plan("auto", 64).widths == (0, 1, 3, 5, 7)
+    assert plan("auto", 64, draft_width=1, draft_query_len=2).widths == (0, 1)
+    assert plan("auto:1,3", 64).widths == (1, 3, 7)
+    # Before vLLM 0.33 width 0 runs the drafter all the same.
+    assert plan("auto", 64, plain_decoding=False).widths == (1, 3, 5, 7)
+
+
 def test_n_is_always_among_listed_widths() -> None:
     assert plan("auto:3").widths == (3, 7)
     assert plan("auto:0,3").widths == (0, 3, 7)
@@ -45,7 +55,7 @@ def test_a_static_width_captures_only_itself() -> None:
 
 def test_the_schedule_names_every_width_once_without_knowing_the_slots() -> None:
     assert plan("auto", slots=2).schedule == ((1, 1, 1), (2, 2, 3), (3, 3, 5), (4, 4, 7))
-    assert plan("auto", slots=2).schedule == plan("auto", slots=256).schedule
+    assert plan("auto", slots=2).schedule == plan("auto", slots=63).schedule
 
 
 def test_a_width_beyond_n_is_refused_with_both_numbers() -> None:
@@ -57,9 +67,12 @@ def test_a_width_beyond_n_is_refused_with_both_numbers() -> None:
         plan("auto:1,8")
 
 
-def test_plain_decoding_is_refused_where_it_has_no_graph() -> None:
-    with pytest.raises(SettingsError, match="lists width 0"):
-        plan("auto:0,3", plain_decoding=False)
+def test_plain_decoding_is_said_to_save_little_where_the_drafter_runs_all_the_same() -> None:
+    made = plan("auto:0,3", plain_decoding=False)
+    assert made.widths == (0, 3, 7)
+    (note,) = made.notes
+    assert note.startswith("DFLASH_VERIFY_TOKENS=auto:0,3 lists width 0, at which vLLM before 0.33 runs the drafter")
+    assert plan("auto:0,3").notes == ()
 
 
 def test_dspark_drafts_n_rows_per_request() -> None:

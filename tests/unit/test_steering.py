@@ -199,6 +199,39 @@ def test_a_table_that_loses_the_trust_is_said_once(caplog: pytest.LogCaptureFixt
     assert "dflash-verify profile --again" in record.getMessage()
 
 
+def test_steps_that_start_or_stop_the_drafter_teach_no_cost(caplog: pytest.LogCaptureFixture) -> None:
+    """A step at width 0 leaves out the drafter's pass, 6 of 32 ms here: the last one before a wider step runs it all the same, and
+    the last wider one does not."""
+    target, drafter = {0: 8.0, 1: 9.0, 3: 14.0, 7: 26.0}, 6.0
+    row = tuple(ms + drafter * (width > 0) for width, ms in target.items())
+    table = CostTable(7, tuple(target), {1: row, 128: row})
+    made, clock = steering("auto", table.widths)
+    made.controller = controller = WidthController(table.widths, 7, table)
+    rng = np.random.default_rng(0)
+    running = [str(i) for i in range(128)]
+    for kind in ("hard", "structured", "hard"):
+        for _ in range(400):
+            width = made.published
+            made.decide(running)
+            current = Step(width, clock.now, 128, True, 128, next_width=made.published)
+            if not width:
+                current.ids = list(running)
+            made.scheduled(current)
+            clock.now += (target[width] + drafter * (made.published > 0)) / 1e3
+            made.arrived(current)
+            for request, accepted in zip(
+                running, (rng.random((128, 1)) < SURVIVAL[kind][:width]).sum(axis=1).tolist(), strict=True
+            ):
+                if width:
+                    current.observe(request, accepted, width)
+            made.finished(current, busy=True)
+        assert max(controller.steps, key=controller.steps.__getitem__) == (0 if kind == "hard" else 7)
+        controller.steps = dict.fromkeys(controller.steps, 0)
+    assert controller.probes > 5
+    assert controller.cost.row(128)[0] == pytest.approx(row, rel=0.001)
+    assert not caplog.records
+
+
 def serve(made: Steering, clock: Clock, launches: str, *, ahead: bool, ms: float = 10.0) -> int:
     """Steps of one width with 2 requests each; p: with a prefill, n: the first of its batch, u: any other. ahead: each is scheduled
     before the output of the one before is looked at. Returns how many taught the cost model."""

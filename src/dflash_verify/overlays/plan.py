@@ -14,11 +14,13 @@ from typing import Any
 from dflash_verify import block
 from dflash_verify import plan as planner
 from dflash_verify.overlays.attach import AnyFunction, Context, Wrap
+from dflash_verify.overlays.manifest import release_key
 from dflash_verify.plan import EngineFacts, Plan
 from dflash_verify.settings import Settings, SettingsError
 
 FAMILY = ("dflash", "dspark")
 SCHEDULER = "dflash_verify.scheduler.width_scheduler"
+LEAVES_OUT_THE_DRAFTER = (0, 33, 0)  # the first release whose step at K = 0 has no drafter's pass
 _STATE = "_dflash_verify"
 
 
@@ -99,7 +101,7 @@ def wrap_create_speculative_config(original: AnyFunction, context: Context) -> A
         try:
             _prepare(self, asked_for, settings)
             config = original(self, *args, **kwargs)
-            _attach_to_speculative(self, config, asked_for, settings)
+            _attach_to_speculative(self, config, asked_for, context)
         except SettingsError as error:
             if settings.verify_strict:
                 raise
@@ -195,7 +197,8 @@ def _block_of_checkpoint(given: dict[str, Any]) -> int | None:
     return block_size if isinstance(block_size, int) and block_size > 1 else None
 
 
-def _attach_to_speculative(args: Any, config: Any, asked_for: dict[str, Any], settings: Settings) -> None:
+def _attach_to_speculative(args: Any, config: Any, asked_for: dict[str, Any], context: Context) -> None:
+    settings: Settings = context.settings
     if config.method not in FAMILY:
         raise SettingsError(_wrong_method(_named(settings), config.method))
     if settings.block_verify:
@@ -207,7 +210,10 @@ def _attach_to_speculative(args: Any, config: Any, asked_for: dict[str, Any], se
     n = config.num_speculative_tokens
     _judge_draft_width(n, _trained_width(config), settings)
     state.facts = EngineFacts(
-        draft_width=n, max_num_seqs=args.max_num_seqs or 1, draft_query_len=_draft_query_len(config, n)
+        draft_width=n,
+        max_num_seqs=args.max_num_seqs or 1,
+        draft_query_len=_draft_query_len(config, n),
+        plain_decoding=release_key(context.release) >= LEAVES_OUT_THE_DRAFTER,
     )
     # Refuses a width beyond N now; the schedule needs no slot count, and is written again once that is known.
     plan = planner.make_plan(settings, replace(state.facts, user_capture_sizes=(1,)))
