@@ -1,14 +1,19 @@
 """Waves of requests that alternate between structured text and prose, all at once: how fast does the width follow?
 
-    python bench/width/waves.py [--table FILE] [--streams 8,32,128,256] [--tokens 120] [--seeds 5]
+    python bench/width/waves.py [--table FILE] [--streams 8,32,128,256] [--tokens 120] [--seeds 5] [--texts prose]
 
 The workload of `bench/gpu/width.py`'s regime *alternating*, simulated on a measured cost table: every wave is new requests,
 which say nothing about themselves, after others that were unlike them. *informed* knows the wave's survival curve and takes
-the best width for the requests that are left; what it lacks is only the delay. Ratios of tok/s, mean over the seeds.
+the best width for the requests that are left; what it lacks is only the delay. Ratios of tok/s, mean over the seeds; sd: of one
+run's tok/s, which draws its own acceptance. With
+--plain-ms a step at width 0 takes so much longer than the table that `auto` has says.
 """
 
 import argparse
+import dataclasses
+import itertools
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +25,7 @@ from dflash_verify.width.cost import CostTable
 
 REPOSITORY = Path(__file__).parents[2]
 TABLE = REPOSITORY / "bench/gpu/results/2026-11-29-h200-qwen3-8b-cost.json"
-WAVES = ("structured", "prose") * 2
+WAVES = 4  # of the texts in turn
 DELAY = 2  # asynchronous scheduling: a step is decided when the one before the last has come back
 PREFILL_STEPS = 1.5  # of full width, at the start of a wave
 
@@ -67,12 +72,15 @@ class Informed(Static):
         return self.table.widths[int(np.argmax(goodput))]
 
 
-def serve(policy: Policy, table: CostTable, streams: int, tokens: int, seed: int) -> tuple[float, list[list[int]]]:
+def serve(
+    policy: Policy, table: CostTable, texts: Sequence[str], streams: int, tokens: int, seed: int
+) -> tuple[float, list[list[int]]]:
     """tok/s, and the width of every step of each wave."""
     rng = np.random.default_rng(seed)
     pending: deque[tuple[list[str], int, list[int], float, list[str]]] = deque()
-    next_width, clock_ms, widths = table.draft_width, 0.0, []
-    for wave, kind in enumerate(WAVES):
+    next_width, clock_ms = table.draft_width, 0.0
+    widths: list[list[int]] = []
+    for wave, kind in enumerate(itertools.islice(itertools.cycle(texts), WAVES)):
         left = dict.fromkeys((f"{wave}-{i}" for i in range(streams)), tokens)
         clock_ms += PREFILL_STEPS * table.step_ms(streams, table.draft_width)
         widths.append([])
@@ -91,7 +99,7 @@ def serve(policy: Policy, table: CostTable, streams: int, tokens: int, seed: int
             for request in ended:
                 del left[request]
             pending.append((ids, width, accepted, step_ms * float(np.exp(0.02 * rng.standard_normal())), ended))
-    return 1e3 * streams * tokens * len(WAVES) / clock_ms, widths
+    return 1e3 * streams * tokens * WAVES / clock_ms, widths
 
 
 def main() -> None:
@@ -100,23 +108,41 @@ def main() -> None:
     parser.add_argument("--streams", default="8,32,128,256")
     parser.add_argument("--tokens", type=int, default=120, help="of each request")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--texts", default="structured,prose", help=f"of the waves in turn, of {', '.join(SURVIVAL)}")
+    parser.add_argument("--widths", default="", help="a subset of the table's (default: all)")
+    parser.add_argument("--plain-ms", type=float, default=0.0)
     args = parser.parse_args()
+    texts = args.texts.split(",")
     table = CostTable.load(args.table)
-    print("streams  auto / full width  auto / best static  auto / informed  widths of the third wave (structured)")
+    if args.widths:
+        table = table.restrict([int(width) for width in args.widths.split(",")])
+    served = slower_at_0(table, args.plain_ms)
+    print(
+        "streams  tok/s of auto     sd  auto / full width  auto / best static  auto / informed  widths of the third wave"
+    )
     for streams in (int(part) for part in args.streams.split(",")):
         auto, informed = [], []
         static: dict[int, list[float]] = {width: [] for width in table.widths}
         for seed in range(args.seeds):
             policy = Auto(table)
-            serve(policy, table, streams, args.tokens, seed + 1000)  # a controller that has been serving
-            speed, widths = serve(policy, table, streams, args.tokens, seed)
+            serve(policy, served, texts, streams, args.tokens, seed + 1000)  # a controller that has been serving
+            speed, widths = serve(policy, served, texts, streams, args.tokens, seed)
             auto.append(speed)
-            informed.append(serve(Informed(table), table, streams, args.tokens, seed)[0])
+            informed.append(serve(Informed(served), served, texts, streams, args.tokens, seed)[0])
             for width, speeds in static.items():
-                speeds.append(serve(Static(width), table, streams, args.tokens, seed)[0])
+                speeds.append(serve(Static(width), served, texts, streams, args.tokens, seed)[0])
         mean = {width: float(np.mean(speeds)) for width, speeds in static.items()}
         ratios = [float(np.mean(auto)) / of for of in (mean[table.draft_width], max(mean.values()), np.mean(informed))]
-        print(f"{streams:7d}  {ratios[0]:17.3f}  {ratios[1]:18.3f}  {ratios[2]:15.3f}  {''.join(map(str, widths[2]))}")
+        print(
+            f"{streams:7d}  {np.mean(auto):13.0f}  {np.std(auto) / np.mean(auto):5.3f}  {ratios[0]:17.3f}  {ratios[1]:18.3f}  {ratios[2]:15.3f}  "
+            f"{''.join(map(str, widths[2]))}"
+        )
+
+
+def slower_at_0(table: CostTable, plain_ms: float) -> CostTable:
+    if table.widths[0] != 0:
+        return table
+    return dataclasses.replace(table, cells={b: (row[0] + plain_ms, *row[1:]) for b, row in table.cells.items()})
 
 
 if __name__ == "__main__":

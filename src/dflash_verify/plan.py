@@ -13,9 +13,9 @@ from dflash_verify import __version__
 from dflash_verify.settings import Settings, SettingsError
 
 DEFAULT_WIDTHS = (1, 3, 5, 7)
-# From so many request slots on, plain decoding (width 0) is among the widths of `auto`: a batch that fills the GPU by itself gains
-# less from accepted drafts than drafting and verifying them cost (docs/results.md, "No speculation"). Below, one draft pays.
-PLAIN_DECODING_FROM = 64
+# Above so many request slots plain decoding (width 0) is among the widths of `auto`: a batch that fills the GPU by itself may gain
+# less from accepted drafts than drafting and verifying them costs (docs/results.md, "No speculation"). Below, one draft pays.
+PLAIN_DECODING_ABOVE = 128
 # Every request count up to here gets graphs of its own; above it, vLLM's own request grid. Padding 33 requests to 40
 # costs a fifth of a step once, padding 3 to 4 a third, and every count up to 256 would mean 768 graphs for three widths.
 DENSE_REQUESTS = 32
@@ -167,7 +167,7 @@ def _plain_decoding_saves_little(settings: Settings, facts: EngineFacts) -> list
 
 def default_widths(facts: EngineFacts) -> tuple[int, ...]:
     """What `auto` without a list chooses from."""
-    widths = {*DEFAULT_WIDTHS, *((0,) if facts.plain_decoding and facts.max_num_seqs >= PLAIN_DECODING_FROM else ())}
+    widths = {*DEFAULT_WIDTHS, *((0,) if facts.plain_decoding and facts.max_num_seqs > PLAIN_DECODING_ABOVE else ())}
     return tuple(sorted({width for width in widths if width < facts.draft_width} | {facts.draft_width}))
 
 
@@ -195,9 +195,10 @@ def _within_budget(settings: Settings, facts: EngineFacts, widths: tuple[int, ..
         return _plan(str(settings.verify_tokens), widths, _capture_sizes(widths, facts, DENSE_REQUESTS), facts), []
     wanted = settings.verify_tokens
     candidates = [widths]
-    # A narrow width carries most of the gain and the middle ones least, so the middle goes first: 1,3,5,7 -> 1,3,7.
+    # A narrow width carries most of the gain and the middle ones least, so the middle goes first: 1,3,5,7 -> 1,3,7. Width 0
+    # pays in the largest batches alone and goes next.
     droppable = list(widths[:-1]) if wanted.mode == "auto" and not wanted.widths else []
-    for width in sorted(droppable, key=lambda k: (-k, k)):
+    for width in sorted(droppable, key=lambda k: (k != max(droppable), k > 0, -k)):
         if len(candidates[-1]) > 1:
             candidates.append(tuple(k for k in candidates[-1] if k != width))
     smallest = None

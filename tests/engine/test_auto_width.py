@@ -143,6 +143,24 @@ def test_the_control_file_switches_a_running_engine(models: Models, tmp_path: Pa
     assert {json.loads(line)["width"] for line in trace.read_text().splitlines()} == {1, 3, 7}
 
 
+def test_at_width_0_no_draft_is_made_and_time_passes_for_what_is_believed(models: Models, tmp_path: Path) -> None:
+    control = tmp_path / "control.json"
+    control.write_text('{"width": 0}')
+    environ = {"DFLASH_VERIFY_TOKENS": "auto:0,3", "DFLASH_CONTROL_FILE": str(control)}
+    with open_engine(models, "dflash2", environ) as engine:
+        speculator, steering = engine.model_runner.speculator, engine.scheduler.steering
+        estimator = steering.controller._acceptance
+        generate, pass_step = speculator._generate_draft, estimator.pass_step
+        drafted, passed = [], []
+        speculator._generate_draft = lambda *args, **kwargs: (drafted.append(1), generate(*args, **kwargs))[1]
+        estimator.pass_step = lambda rows: (passed.append(len(rows)), pass_step(rows))[1]
+        engine.generate(["Hello world", "abc"], 24)
+        published = [step.next_width for _, step in engine.scheduler._steps] + [steering.published]
+    assert set(published) == {0}
+    assert len(drafted) <= 1  # after the first step, which was published at full width
+    assert passed.count(2) >= 15  # both requests, in most of the 24 steps
+
+
 def test_after_plain_decoding_the_drafter_is_as_good_as_if_it_had_never_paused(
     models: Models, plain: dict[Any, list[int]]
 ) -> None:

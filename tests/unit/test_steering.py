@@ -228,7 +228,7 @@ def test_steps_that_start_or_stop_the_drafter_teach_no_cost(caplog: pytest.LogCa
         assert max(controller.steps, key=controller.steps.__getitem__) == (0 if kind == "hard" else 7)
         controller.steps = dict.fromkeys(controller.steps, 0)
     assert controller.probes > 5
-    assert controller.cost.row(128)[0] == pytest.approx(row, rel=0.001)
+    assert controller.cost.row(128)[0] == pytest.approx(row, rel=0.02)
     assert not caplog.records
 
 

@@ -285,6 +285,7 @@ class CostModel:
     GUESS_BATCH = 0.15  # ... and how that grows per doubling of the batch
     NOISE = 0.12  # sd of log step time until it is known better
     NOISE_RANGE = (0.02, 0.20)
+    PLAIN = 0.15  # sd of log step time that is width 0's own, whatever the table: how much of the host's work shows
     OUTLIER = 2.5  # predictive sds beyond which a step's influence stops growing (Huber)
     EARLY = 3  # a width's first steps are believed together: any single one may be a spike ...
     EARLY_SPREAD = 0.35  # ... so they are clipped to this much around their median
@@ -293,7 +294,7 @@ class CostModel:
     COLLECT = 8  # steps of a well-known cell per update
     AUDIT_ERROR = 0.12  # a trusted table is distrusted when two widths compare this differently ...
     AUDIT_SDS = 4.0  # ... and this surely,
-    AUDIT_HOST_MS = 1.5  # ... by more than the host's work for requests that come and go, which is no width's,
+    HOST_MS = 1.5  # ... by more than the host's work for requests that come and go, which is no width's,
     AUDIT_LEAST = 5  # after so many steps at each,
     AUDIT_STEPS = 64  # remembering so many.
     # Only so many steps after a change of width compare two widths: later ones may be under another clock or load,
@@ -365,7 +366,7 @@ class CostModel:
         guess = self._guesses.get(batch)
         if guess is None:
             if self.table is not None:
-                guess = [math.log(ms) for ms in self.table.row(batch)]
+                guess = [math.log(ms) for ms in self._listed(batch)]
             else:
                 per_width = self.GUESS_PER_WIDTH * (1.0 + self.GUESS_BATCH * math.log2(batch))
                 guess = [-per_width * (self.draft_width - w) for w in self.widths]
@@ -386,6 +387,7 @@ class CostModel:
             + doubt.slope**2 * saved * near
             + doubt.width**2 * same * near
             + doubt.cell**2 * same * (far == 0.0)
+            + self.PLAIN**2 * same * near * (cut[a[:, 1].astype(np.intp)] == 1.0)[:, None]
         )
         return kernel
 
@@ -413,6 +415,13 @@ class CostModel:
         self._groups[group] = at
         return at
 
+    def _listed(self, batch: int) -> tuple[float, ...]:
+        """What the table says, with the host's work where it is not hidden: a served step at width 0 leaves the GPU so little
+        to do that delivering every request's token shows, which a measurement at start does not have (docs/results.md)."""
+        assert self.table is not None
+        row = self.table.row(batch)
+        return (row[0] + self.HOST_MS, *row[1:]) if self.widths[0] == 0 else row
+
     def expected_ms(self, batch: int, width: int) -> float | None:
         """What a step is expected to take; None if this width was never timed."""
         j = self.widths.index(width)
@@ -424,14 +433,14 @@ class CostModel:
         if cached is not None:
             return cached
         if self.trusted and self.observed_steps == 0 and self.table is not None:
-            result: tuple[list[float], list[list[float]] | None] = (list(self.table.row(batch)), None)
+            result: tuple[list[float], list[list[float]] | None] = (list(self._listed(batch)), None)
         else:
             at = self._cells(batch)
             end = at + len(self.widths)
             level = self._level
             mean = self._mean[at:end].tolist()
             if self.trusted and self.table is not None:
-                ms = [t * math.exp(m) for t, m in zip(self.table.row(batch), mean, strict=True)]
+                ms = [t * math.exp(m) for t, m in zip(self._listed(batch), mean, strict=True)]
             else:
                 ms = [math.exp(g + level + m) for g, m in zip(self._guess(batch), mean, strict=True)]
             result = (ms, self._cov[at:end, at:end].tolist() if self.learning else None)
@@ -474,7 +483,11 @@ class CostModel:
         compared only where one cell follows another: the first steps after a change against the level before it.
         """
         last, run = self._audit_run
-        run = run + 1 if cell == last else 1
+        if self.widths[cell[1]] == 0:  # what the host adds to it is not known: nothing is compared with it
+            self._audit_run = cell, 0
+            return False
+        after_plain = last is not None and self.widths[last[1]] == 0
+        run = run + 1 if cell == last else self.AUDIT_FRESH + 1 if after_plain else 1
         self._audit_run = cell, run
         mean, count = self._audit.get(cell, (0.0, 0))
         if self._audit_level is None:
@@ -505,7 +518,7 @@ class CostModel:
                 slower, takes = (cell[1], mean) if apart > 0.0 else (other, beside)
                 took_ms = math.exp(self._guess(cell[0])[slower] + self._audit_level + takes)
                 more_ms = took_ms * -math.expm1(-abs(apart))
-                if abs(apart) > far and more_ms > self.AUDIT_HOST_MS:
+                if abs(apart) > far and more_ms > self.HOST_MS:
                     self.contradiction = (
                         f"at about {cell[0]} requests width {self.widths[cell[1]]} takes {math.exp(apart):.2f} times what "
                         f"the cost table says, compared with width {self.widths[other]}"

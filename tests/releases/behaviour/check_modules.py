@@ -1,6 +1,7 @@
 """All overlays on the real modules of a release: which apply, what they leave behind, and the compile cache's key."""
 
 import importlib
+import inspect
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from dflash_verify import overlays
 from dflash_verify.overlays.fingerprint import InstalledSource, SourceReader
 from dflash_verify.overlays.manifest import load_manifests
+from dflash_verify.overlays.plan import LEAVES_OUT_THE_DRAFTER
 from dflash_verify.overlays.survey import survey
 from dflash_verify.settings import load
 
@@ -49,6 +51,14 @@ def test_the_release_is_known_by_its_fingerprints(release):
     assert status.ok
     assert status.release == ".".join(map(str, release))
     assert {o.release for o in status.overlays} == {status.release}
+
+
+def test_which_releases_leave_out_the_drafter_at_width_0(release):
+    """`auto` has width 0 among its own widths where that saves something."""
+    from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+    leaves_out = "if num_speculative_tokens == 0:" in inspect.getsource(DFlashSpeculator.propose)
+    assert leaves_out == (release >= LEAVES_OUT_THE_DRAFTER)
 
 
 def test_every_needed_overlay_marks_its_targets_and_revert_restores_every_object():
