@@ -20,13 +20,13 @@ declare -A QUESTIONS=(
   ["hybrid-small-stock"]="width.py stock --model qwen3-next-48 --memory 0.94 --slots 256 --streams 1,8,32 --tokens 640 --repeats 3"
   ["hybrid-small-auto"]="width.py auto --model qwen3-next-48 --memory 0.94 --slots 256 --streams 1,8,32 --tokens 640 --repeats 3"
   ["hybrid-large-widths"]="width.py widths --model qwen3-next-48 --memory 0.94 --streams 256,128 --arms 3,7,auto --repeats 2 --trace"
-  ["hybrid-one-stream-stock"]="width.py stock --model qwen3-next-48 --slots 1 --streams 1 --regimes alternating --repeats 40"
-  ["hybrid-one-stream-auto"]="width.py auto --model qwen3-next-48 --slots 1 --streams 1 --regimes alternating --repeats 40"
-  # with torch.compile; auto as it is by default at 256 slots, with width 0; no speculation
+  # with torch.compile; auto with width 0 too; no speculation
   ["dense-compiled-stock"]="width.py stock --compiled --slots 256 --streams 128,256,1,8,32 --repeats 3"
   ["dense-compiled-auto"]="width.py auto --widths 0,1,3,5,7 --compiled --slots 256 --streams 128,256,1,8,32 --repeats 3"
   ["dense-compiled-off"]="width.py off --compiled --slots 256 --streams 256,128,32,8,1 --regimes prose --repeats 3"
   ["hybrid-compiled-stock"]="width.py stock --model qwen3-next-48 --memory 0.95 --compiled --streams 128,256,32,8,1 --tokens 480"
+  ["hybrid-one-stream-stock"]="width.py stock --model qwen3-next-48 --memory 0.95 --compiled --slots 256 --streams 1 --regimes alternating --repeats 40"
+  ["hybrid-one-stream-auto"]="width.py auto --model qwen3-next-48 --memory 0.95 --compiled --slots 256 --streams 1 --regimes alternating --repeats 40"
   ["hybrid-compiled-auto"]="width.py auto --model qwen3-next-48 --memory 0.95 --compiled --streams 128,256,32,8,1 --tokens 480"
   # what draft-graphs is worth
   ["dense-small-static3"]="width.py static3 --slots 256 --streams 1,8,32 --repeats 3 --regimes structured,prose"

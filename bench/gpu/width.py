@@ -96,7 +96,7 @@ def parse() -> argparse.Namespace:
     check_place(parser, "--in-turn", args.in_turn)
     if args.beside and args.in_turn:
         parser.error("--beside and --in-turn: measure at once or one by one, not both")
-    if bool(args.in_turn) != (args.kv_gib > 0):
+    if bool(args.in_turn) != (args.kv_gib > 0) or args.kv_gib < 0:
         parser.error(
             "--in-turn and --kv-gib belong together: engines that share a GPU cannot measure what is left of it"
         )

@@ -1,6 +1,6 @@
 """Waves of requests that alternate between structured text and prose, all at once: how fast does the width follow?
 
-    python bench/width/waves.py [--table FILE] [--streams 8,32,128,256] [--tokens 120] [--seeds 5] [--texts prose]
+    python bench/width/waves.py [--table FILE] [--streams 8,32,128,256] [--tokens 120] [--seeds 5]
 
 The workload of `bench/gpu/width.py`'s regime *alternating*, simulated on a measured cost table: every wave is new requests,
 which say nothing about themselves, after others that were unlike them. *informed* knows the wave's survival curve and takes
@@ -21,7 +21,7 @@ import numpy as np
 
 from dflash_verify.simulate.generate import SURVIVAL
 from dflash_verify.width.controller import WidthController
-from dflash_verify.width.cost import CostTable
+from dflash_verify.width.cost import CostTable, CostTableError
 
 REPOSITORY = Path(__file__).parents[2]
 TABLE = REPOSITORY / "bench/gpu/results/2026-11-29-h200-qwen3-8b-cost.json"
@@ -110,12 +110,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--texts", default="structured,prose", help=f"of the waves in turn, of {', '.join(SURVIVAL)}")
     parser.add_argument("--widths", default="", help="a subset of the table's (default: all)")
-    parser.add_argument("--plain-ms", type=float, default=0.0)
+    parser.add_argument(
+        "--plain-ms", type=float, default=0.0, help="what served steps at width 0 take beyond the table"
+    )
     args = parser.parse_args()
     texts = args.texts.split(",")
+    if unknown := [text for text in texts if text not in SURVIVAL]:
+        parser.error(f"--texts: {unknown[0]!r} is unknown; known are {', '.join(SURVIVAL)}")
     table = CostTable.load(args.table)
     if args.widths:
-        table = table.restrict([int(width) for width in args.widths.split(",")])
+        try:
+            table = table.restrict([int(width) for width in args.widths.split(",")])
+        except (ValueError, CostTableError) as error:
+            parser.error(f"--widths: {error}")
+    if args.plain_ms and 0 not in table.widths:
+        parser.error("--plain-ms: width 0 is not among the widths")
     served = slower_at_0(table, args.plain_ms)
     print(
         "streams  tok/s of auto     sd  auto / full width  auto / best static  auto / informed  widths of the third wave"

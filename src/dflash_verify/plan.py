@@ -13,9 +13,6 @@ from dflash_verify import __version__
 from dflash_verify.settings import Settings, SettingsError
 
 DEFAULT_WIDTHS = (1, 3, 5, 7)
-# Above so many request slots plain decoding (width 0) is among the widths of `auto`: a batch that fills the GPU by itself may gain
-# less from accepted drafts than drafting and verifying them costs (docs/results.md, "No speculation"). Below, one draft pays.
-PLAIN_DECODING_ABOVE = 128
 # Every request count up to here gets graphs of its own; above it, vLLM's own request grid. Padding 33 requests to 40
 # costs a fifth of a step once, padding 3 to 4 a third, and every count up to 256 would mean 768 graphs for three widths.
 DENSE_REQUESTS = 32
@@ -165,12 +162,6 @@ def _plain_decoding_saves_little(settings: Settings, facts: EngineFacts) -> list
     ]
 
 
-def default_widths(facts: EngineFacts) -> tuple[int, ...]:
-    """What `auto` without a list chooses from."""
-    widths = {*DEFAULT_WIDTHS, *((0,) if facts.plain_decoding and facts.max_num_seqs > PLAIN_DECODING_ABOVE else ())}
-    return tuple(sorted({width for width in widths if width < facts.draft_width} | {facts.draft_width}))
-
-
 def _widths(settings: Settings, facts: EngineFacts) -> tuple[int, ...]:
     wanted, n = settings.verify_tokens, facts.draft_width
     if wanted.mode == "stock":
@@ -185,7 +176,8 @@ def _widths(settings: Settings, facts: EngineFacts) -> tuple[int, ...]:
         )
     if wanted.mode == "static":
         return wanted.widths
-    return tuple(sorted({*wanted.widths, n})) if wanted.widths else default_widths(facts)
+    chosen = wanted.widths or tuple(width for width in DEFAULT_WIDTHS if width < n)
+    return tuple(sorted({*chosen, n}))
 
 
 def _within_budget(settings: Settings, facts: EngineFacts, widths: tuple[int, ...]) -> tuple[Plan, list[str]]:
@@ -195,10 +187,9 @@ def _within_budget(settings: Settings, facts: EngineFacts, widths: tuple[int, ..
         return _plan(str(settings.verify_tokens), widths, _capture_sizes(widths, facts, DENSE_REQUESTS), facts), []
     wanted = settings.verify_tokens
     candidates = [widths]
-    # A narrow width carries most of the gain and the middle ones least, so the middle goes first: 1,3,5,7 -> 1,3,7. Width 0
-    # pays in the largest batches alone and goes next.
+    # A narrow width carries most of the gain and the middle ones least, so the middle goes first: 1,3,5,7 -> 1,3,7.
     droppable = list(widths[:-1]) if wanted.mode == "auto" and not wanted.widths else []
-    for width in sorted(droppable, key=lambda k: (k != max(droppable), k > 0, -k)):
+    for width in sorted(droppable, key=lambda k: (-k, k)):
         if len(candidates[-1]) > 1:
             candidates.append(tuple(k for k in candidates[-1] if k != width))
     smallest = None

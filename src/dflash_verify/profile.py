@@ -75,7 +75,7 @@ def table_path(key: CostKey, settings: Settings) -> Path:
 
 
 def stored_table(vllm_config: Any, settings: Settings) -> CostTable | None:
-    """The table measured for this engine, or None, and then the log says that the controller learns.
+    """The table measured for this engine at its widths, or None: there is none, or it is another's, which the log says.
 
     Raises CostTableError if DFLASH_COST_TABLE names a table that is not this engine's.
     """
@@ -83,12 +83,13 @@ def stored_table(vllm_config: Any, settings: Settings) -> CostTable | None:
     path = table_path(key, settings)
     if settings.cost_table is None and not path.exists():
         return None
+    widths = {entry[2] for entry in vllm_config.speculative_config.num_speculative_tokens_per_batch_size}
     try:
-        return CostTable.load(path, key)
+        return CostTable.load(path, key).restrict(widths)
     except CostTableError as error:
         if settings.cost_table is not None:
             raise
-        logger.warning("dflash-verify: %s The controller starts at full width and learns.", error)
+        logger.warning("dflash-verify: the stored table is not used: %s.", str(error).rstrip("."))
         return None
 
 

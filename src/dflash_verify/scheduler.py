@@ -80,7 +80,9 @@ class WidthMixin:
             # One token each: a decode, unless it is the last token of a prompt.
             requests: dict[str, Any] = self.requests  # type: ignore[attr-defined]
             uniform = uniform and not drafts and all(requests[r].num_output_tokens for r in output.num_scheduled_tokens)
-        step = Step(width, now_s, batch, uniform, len(drafts), next_width=self.steering.published)
+        # From 0.33 on a step none of whose requests will need drafts makes none: it gives each its last token.
+        next_width = 0 if getattr(output, "skip_drafts", False) else self.steering.published
+        step = Step(width, now_s, batch, uniform, len(drafts), next_width=next_width)
         if uniform and not width:
             step.ids = list(output.num_scheduled_tokens)  # nothing will be observed of them but that time passed
         return step

@@ -42,7 +42,7 @@ class Step:
     cold: bool = False
     step_ms: float | None = None
     exact: bool = (
-        True  # step_ms is that of a (batch, width) cell: no launch that is known to be slow has moved it (`arrived`)
+        True  # step_ms is a (batch, width) cell's, which no launch that is known to be slow has moved (`arrived`)
     )
     prefill_behind: bool = False  # a step with a prefill was launched before this one's output was looked at
     ids: list[str] = field(default_factory=list)
@@ -52,8 +52,7 @@ class Step:
     @property
     def steady(self) -> bool:
         """Whether it runs the drafter as every step at its width does. Between width 0 and another one, a step verifies as
-        at one of them and drafts as at the other: the last step at 0 pays for the drafter, the first one back at 0 does
-        not run it for the drafts it verified."""
+        at one of them and drafts as at the other: the last step at 0 runs the drafter, the last one before it does not."""
         return self.next_width is None or (self.width > 0) == (self.next_width > 0)
 
     def observe(self, request_id: str, accepted: int, drafted: int) -> None:

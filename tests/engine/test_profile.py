@@ -17,7 +17,7 @@ from dflash_verify.cpu import environment
 from dflash_verify.cpu.engine import ENGINE_ARGS, open_engine, plugin_environment, speculative_config
 from dflash_verify.cpu.models import Models
 from dflash_verify.profile import batch_sizes, cost_key, measuring_order
-from dflash_verify.settings import SettingsError
+from dflash_verify.settings import SettingsError, load
 from dflash_verify.width.cost import CostKey, CostTable
 
 
@@ -142,6 +142,30 @@ def test_the_command_measures_every_cell_and_a_server_then_uses_the_table(models
         assert engine.scheduler.steering.controller.cost.table.cells == table.cells
         # Nothing of the measurement is left where requests will run.
         assert engine.scheduler.steering.controller.snapshot()["requests"] == 0
+
+
+def test_a_stored_table_without_a_width_is_no_table_for_it(models: Models, tmp_path: Path) -> None:
+    """The key does not hold the widths, and without graphs nothing else in it differs: such a start died on the loaded weights."""
+    environ = {"DFLASH_CACHE_DIR": str(tmp_path), "DFLASH_CPU": "1"}
+    narrow = config(models, DFLASH_VERIFY_TOKENS="auto:3", **environ)
+    path = profile.table_path(cost_key(narrow), load({"DFLASH_VERIFY_TOKENS": "auto"} | environ))
+    CostTable(7, (3, 7), {1: (1.0, 2.0)}, (), cost_key(narrow)).save(path)
+    with open_engine(models, "dflash2", {"DFLASH_VERIFY_TOKENS": "auto:3"} | environ) as engine:
+        assert engine.scheduler.steering.controller.cost.trusted
+    with open_engine(models, "dflash2", {"DFLASH_VERIFY_TOKENS": "auto:0,3"} | environ) as engine:
+        assert engine.scheduler.steering.controller.cost.table is None
+        engine.generate(["Hello world"], 8)
+
+
+def test_a_compiled_server_has_a_key_of_its_own(models: Models) -> None:
+    from vllm.config import CompilationMode
+
+    found = config(models, DFLASH_VERIFY_TOKENS="auto")
+    keys = []
+    for mode in (CompilationMode.NONE, CompilationMode.VLLM_COMPILE):
+        found.compilation_config.mode = mode
+        keys.append(cost_key(found))
+    assert keys[1].difference(keys[0]) == "compilation is NONE there and VLLM_COMPILE here"
 
 
 def config(models: Models, **environ: str) -> Any:

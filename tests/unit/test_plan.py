@@ -33,19 +33,6 @@ def test_auto_takes_the_default_widths_below_n_and_n() -> None:
     assert plan("auto", draft_width=1, draft_query_len=2).widths == (1,)
 
 
-def test_auto_may_decode_plainly_where_batches_are_large() -> None:
-    """8B shape on an H200, 256 streams of prose: no speculation was faster than any width."""
-    assert plan("auto", 128).widths == (1, 3, 5, 7)
-    assert plan("auto", 129).widths == (0, 1, 3, 5, 7)
-    assert plan("auto", 256, draft_width=1, draft_query_len=2).widths == (0, 1)
-    assert plan("auto:1,3", 256).widths == (1, 3, 7)
-    # Before vLLM 0.33 width 0 runs the drafter all the same.
-    assert plan("auto", 256, plain_decoding=False).widths == (1, 3, 5, 7)
-    # A budget leaves out the middle first, then 0.
-    kept = [plan("auto", 256, {"DFLASH_MAX_GRAPHS": str(budget)}).widths for budget in range(219, 900, 5)]
-    assert list(dict.fromkeys(kept[::-1])) == [(0, 1, 3, 5, 7), (0, 1, 3, 7), (1, 3, 7), (1, 7), (7,)]
-
-
 def test_n_is_always_among_listed_widths() -> None:
     assert plan("auto:3").widths == (3, 7)
     assert plan("auto:0,3").widths == (0, 3, 7)
@@ -58,7 +45,7 @@ def test_a_static_width_captures_only_itself() -> None:
 
 def test_the_schedule_names_every_width_once_without_knowing_the_slots() -> None:
     assert plan("auto", slots=2).schedule == ((1, 1, 1), (2, 2, 3), (3, 3, 5), (4, 4, 7))
-    assert plan("auto", slots=2).schedule == plan("auto", slots=128).schedule
+    assert plan("auto", slots=2).schedule == plan("auto", slots=256).schedule
 
 
 def test_a_width_beyond_n_is_refused_with_both_numbers() -> None:

@@ -136,13 +136,14 @@ class CostTable:
     def step_ms(self, batch: int, width: int) -> float:
         return self.row(batch)[self.widths.index(width)]
 
-    def restrict(self, widths: Sequence[int]) -> "CostTable":
+    def restrict(self, widths: Iterable[int]) -> "CostTable":
         """The same table over fewer widths."""
         widths = tuple(sorted(set(widths)))
         unknown = [w for w in widths if w not in self.widths]
         if unknown:
             raise CostTableError(
-                f"the cost table has no times for width {unknown[0]}; it lists widths {_listed(self.widths)}"
+                f"the cost table has no times for width {unknown[0]}: measure it again with `profile`, or choose among widths "
+                f"{_listed(self.widths)}"
             )
         columns = [self.widths.index(w) for w in widths]
         cells = {batch: tuple(row[c] for c in columns) for batch, row in self.cells.items()}
@@ -285,7 +286,7 @@ class CostModel:
     GUESS_BATCH = 0.15  # ... and how that grows per doubling of the batch
     NOISE = 0.12  # sd of log step time until it is known better
     NOISE_RANGE = (0.02, 0.20)
-    PLAIN = 0.15  # sd of log step time that is width 0's own, whatever the table: how much of the host's work shows
+    PLAIN = 0.3  # sd of log step time that is width 0's own, whatever the table: how much of the host's work shows
     OUTLIER = 2.5  # predictive sds beyond which a step's influence stops growing (Huber)
     EARLY = 3  # a width's first steps are believed together: any single one may be a spike ...
     EARLY_SPREAD = 0.35  # ... so they are clipped to this much around their median
@@ -366,7 +367,7 @@ class CostModel:
         guess = self._guesses.get(batch)
         if guess is None:
             if self.table is not None:
-                guess = [math.log(ms) for ms in self._listed(batch)]
+                guess = [math.log(ms) for ms in self._as_served(batch)]
             else:
                 per_width = self.GUESS_PER_WIDTH * (1.0 + self.GUESS_BATCH * math.log2(batch))
                 guess = [-per_width * (self.draft_width - w) for w in self.widths]
@@ -415,7 +416,7 @@ class CostModel:
         self._groups[group] = at
         return at
 
-    def _listed(self, batch: int) -> tuple[float, ...]:
+    def _as_served(self, batch: int) -> tuple[float, ...]:
         """What the table says, with the host's work where it is not hidden: a served step at width 0 leaves the GPU so little
         to do that delivering every request's token shows, which a measurement at start does not have (docs/results.md)."""
         assert self.table is not None
@@ -433,14 +434,14 @@ class CostModel:
         if cached is not None:
             return cached
         if self.trusted and self.observed_steps == 0 and self.table is not None:
-            result: tuple[list[float], list[list[float]] | None] = (list(self._listed(batch)), None)
+            result: tuple[list[float], list[list[float]] | None] = (list(self._as_served(batch)), None)
         else:
             at = self._cells(batch)
             end = at + len(self.widths)
             level = self._level
             mean = self._mean[at:end].tolist()
             if self.trusted and self.table is not None:
-                ms = [t * math.exp(m) for t, m in zip(self._listed(batch), mean, strict=True)]
+                ms = [t * math.exp(m) for t, m in zip(self._as_served(batch), mean, strict=True)]
             else:
                 ms = [math.exp(g + level + m) for g, m in zip(self._guess(batch), mean, strict=True)]
             result = (ms, self._cov[at:end, at:end].tolist() if self.learning else None)

@@ -54,7 +54,7 @@ def test_the_release_is_known_by_its_fingerprints(release):
 
 
 def test_which_releases_leave_out_the_drafter_at_width_0(release):
-    """`auto` has width 0 among its own widths where that saves something."""
+    """Where it does not, a plan that lists width 0 says that it saves little."""
     from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
     leaves_out = "if num_speculative_tokens == 0:" in inspect.getsource(DFlashSpeculator.propose)

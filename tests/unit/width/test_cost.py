@@ -370,3 +370,24 @@ def test_what_the_host_adds_to_plain_decoding_is_learned_and_not_held_against_th
         model.observe(128, width, ms * float(np.exp(0.03 * rng.standard_normal())))
     assert model.trusted, model.contradiction
     assert model.row(128)[0] == pytest.approx([7.2 + extra_ms, 21.3, 33.4], rel=0.03)
+
+
+def test_long_plain_decoding_says_nothing_about_what_other_widths_cost():
+    table = CostTable(7, (0, 3, 7), {1: (5.3, 6.5, 6.8), 128: (7.2, 21.3, 33.4)})
+    model = CostModel(table.widths, 7, table)
+    for _ in range(400):
+        model.observe(128, 0, 10.6)
+    assert model.row(128)[0][0] == pytest.approx(10.6, rel=0.02)
+    assert model.row(128)[0][1:] == pytest.approx([21.3, 33.4], rel=0.03)
+
+
+def test_a_width_that_follows_plain_decoding_is_not_compared_with_what_was_before():
+    """The GPU is cool after plain decoding, and faster for a while; the width that follows it is not the cause."""
+    table = CostTable(7, (0, 3, 7), {1: (5.3, 6.5, 6.8), 128: (7.2, 21.3, 33.4)})
+    model = CostModel(table.widths, 7, table)
+    for number in range(3000):
+        place = number % 60
+        width = (0, 3, 7)[place // 20]
+        cool = 0.8 if 20 <= place < 32 else 1.0
+        model.observe(128, width, table.step_ms(128, width) * cool)
+    assert model.trusted, model.contradiction
