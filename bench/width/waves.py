@@ -5,8 +5,7 @@
 The workload of `bench/gpu/width.py`'s regime *alternating*, simulated on a measured cost table: every wave is new requests,
 which say nothing about themselves, after others that were unlike them. *informed* knows the wave's survival curve and takes
 the best width for the requests that are left; what it lacks is only the delay. Ratios of tok/s, mean over the seeds; sd: of one
-run's tok/s, which draws its own acceptance. With
---plain-ms a step at width 0 takes so much longer than the table that `auto` has says.
+run's tok/s, which draws its own acceptance. With --plain-ms a step at width 0 takes so much longer than the table of `auto` says.
 """
 
 import argparse
@@ -143,8 +142,8 @@ def main() -> None:
         mean = {width: float(np.mean(speeds)) for width, speeds in static.items()}
         ratios = [float(np.mean(auto)) / of for of in (mean[table.draft_width], max(mean.values()), np.mean(informed))]
         print(
-            f"{streams:7d}  {np.mean(auto):13.0f}  {np.std(auto) / np.mean(auto):5.3f}  {ratios[0]:17.3f}  {ratios[1]:18.3f}  {ratios[2]:15.3f}  "
-            f"{''.join(map(str, widths[2]))}"
+            f"{streams:7d}  {np.mean(auto):13.0f}  {np.std(auto) / np.mean(auto):5.3f}  {ratios[0]:17.3f}  {ratios[1]:18.3f}  "
+            f"{ratios[2]:15.3f}  {''.join(map(str, widths[2]))}"
         )
 
 

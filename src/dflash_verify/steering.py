@@ -41,9 +41,8 @@ class Step:
     next_width: int | None = None
     cold: bool = False
     step_ms: float | None = None
-    exact: bool = (
-        True  # step_ms is a (batch, width) cell's, which no launch that is known to be slow has moved (`arrived`)
-    )
+    # Whether step_ms is that of a (batch, width) cell, which no launch that is known to be slow has moved (`arrived`).
+    exact: bool = True
     prefill_behind: bool = False  # a step with a prefill was launched before this one's output was looked at
     ids: list[str] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -52,7 +51,7 @@ class Step:
     @property
     def steady(self) -> bool:
         """Whether it runs the drafter as every step at its width does. Between width 0 and another one, a step verifies as
-        at one of them and drafts as at the other: the last step at 0 runs the drafter, the last one before it does not."""
+        at one of them and drafts as at the other: the last step at 0 runs the drafter, the last wider one before 0 does not."""
         return self.next_width is None or (self.width > 0) == (self.next_width > 0)
 
     def observe(self, request_id: str, accepted: int, drafted: int) -> None:

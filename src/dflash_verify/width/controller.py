@@ -293,8 +293,11 @@ class WidthController:
         self._since += 1
         self._blind = self._blind + 1 if self.widths[best] == 0 else 0
         self._credit_ms = min(self._credit_ms + self.PROBE_SHARE * ms[best], self.PROBE_CAP_STEPS * ms[best])
-        # Width 1 shows one draft, which is not enough to judge the others by when nothing else is ever seen.
-        wider = best + 1 if self.widths[best] else 1 + int(np.argmax(goodput[1:]))
+        wider = best + 1
+        if self.widths[best] == 0:
+            # Width 1 shows one draft, too little to judge the others by when nothing else is seen.
+            timed = (j for j in range(1, len(goodput)) if self.cost.known(j))
+            wider = max(timed, key=goodput.__getitem__, default=self._widest)
         loss = ms[wider] - tokens[wider] / rate
         due = self._since >= self.PROBE_EVERY and self._credit_ms >= loss
         if due or self._blind >= self.BLIND_STEPS:

@@ -295,7 +295,7 @@ class CostModel:
     COLLECT = 8  # steps of a well-known cell per update
     AUDIT_ERROR = 0.12  # a trusted table is distrusted when two widths compare this differently ...
     AUDIT_SDS = 4.0  # ... and this surely,
-    HOST_MS = 1.5  # ... by more than the host's work for requests that come and go, which is no width's,
+    HOST_MS = 1.5  # ... by more than the host's work for requests that come and go, which is no width's (see also `_as_served`),
     AUDIT_LEAST = 5  # after so many steps at each,
     AUDIT_STEPS = 64  # remembering so many.
     # Only so many steps after a change of width compare two widths: later ones may be under another clock or load,
