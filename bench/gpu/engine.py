@@ -201,10 +201,10 @@ class GpuEngine:
                 decode.append(until - at)
         return {
             "width": sum(verified for _, verified in decoding) / max(1, sum(batch for batch, _ in decoding)),
-            "step_ms": took * 1e3 * streams / max(1, sum(step[1] for step in steps)),
+            "step_ms": took * 1e3 * streams / max(1, sum(batch for _, batch, _, _ in steps)),
             "decode_ms": statistics.median(decode) * 1e3 if decode else 0.0,
             "prompts_s": prompts,
-            "prompt_steps": sum(step[2] for step in steps),
+            "prompt_steps": sum(has_prompts for _, _, has_prompts, _ in steps),
         }
 
     def _traced(self, start: int) -> dict[str, Any]:

@@ -24,10 +24,11 @@ declare -A QUESTIONS=(
   ["dense-compiled-stock"]="width.py stock --compiled --slots 256 --streams 128,256,1,8,32 --repeats 3"
   ["dense-compiled-auto"]="width.py auto --widths 0,1,3,5,7 --compiled --slots 256 --streams 128,256,1,8,32 --repeats 3"
   ["dense-compiled-off"]="width.py off --compiled --slots 256 --streams 256,128,32,8,1 --regimes prose --repeats 3"
+  # the hybrid; one stream of alternating text needs many repeats
   ["hybrid-compiled-stock"]="width.py stock --model qwen3-next-48 --memory 0.95 --compiled --streams 128,256,32,8,1 --tokens 480"
+  ["hybrid-compiled-auto"]="width.py auto --model qwen3-next-48 --memory 0.95 --compiled --streams 128,256,32,8,1 --tokens 480"
   ["hybrid-one-stream-stock"]="width.py stock --model qwen3-next-48 --memory 0.95 --compiled --slots 256 --streams 1 --regimes alternating --repeats 40"
   ["hybrid-one-stream-auto"]="width.py auto --model qwen3-next-48 --memory 0.95 --compiled --slots 256 --streams 1 --regimes alternating --repeats 40"
-  ["hybrid-compiled-auto"]="width.py auto --model qwen3-next-48 --memory 0.95 --compiled --streams 128,256,32,8,1 --tokens 480"
   # what draft-graphs is worth
   ["dense-small-static3"]="width.py static3 --slots 256 --streams 1,8,32 --repeats 3 --regimes structured,prose"
   ["dense-small-plain3"]="width.py plain3 --slots 256 --streams 1,8,32 --repeats 3 --regimes structured,prose"

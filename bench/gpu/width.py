@@ -98,7 +98,8 @@ def parse() -> argparse.Namespace:
         parser.error("--beside and --in-turn: measure at once or one by one, not both")
     if bool(args.in_turn) != (args.kv_gib > 0) or args.kv_gib < 0:
         parser.error(
-            "--in-turn and --kv-gib belong together: engines that share a GPU cannot measure what is left of it"
+            "--in-turn and --kv-gib go together, since engines that share a GPU cannot measure what is left of it: give both, "
+            "with a positive size, or neither"
         )
     return args
 

@@ -116,14 +116,16 @@ def main() -> None:
     texts = args.texts.split(",")
     if unknown := [text for text in texts if text not in SURVIVAL]:
         parser.error(f"--texts: {unknown[0]!r} is unknown; known are {', '.join(SURVIVAL)}")
-    table = CostTable.load(args.table)
-    if args.widths:
-        try:
-            table = table.restrict([int(width) for width in args.widths.split(",")])
-        except (ValueError, CostTableError) as error:
-            parser.error(f"--widths: {error}")
+    widths = args.widths.split(",") if args.widths else []
+    if wrong := [width for width in widths if not width.isdecimal()]:
+        parser.error(f"--widths: {wrong[0]!r} is no whole number; separate them by commas")
+    try:
+        table = CostTable.load(args.table)
+        table = table.restrict(map(int, widths)) if widths else table
+    except CostTableError as error:
+        parser.error(str(error))
     if args.plain_ms and 0 not in table.widths:
-        parser.error("--plain-ms: width 0 is not among the widths")
+        parser.error("--plain-ms: width 0 is not among the widths; leave it out, or take a table and widths with 0")
     served = slower_at_0(table, args.plain_ms)
     print(
         "streams  tok/s of auto     sd  auto / full width  auto / best static  auto / informed  widths of the third wave"

@@ -157,8 +157,8 @@ def _plain_decoding_saves_little(settings: Settings, facts: EngineFacts) -> list
     if 0 not in settings.verify_tokens.widths or facts.plain_decoding:
         return []
     return [
-        f"DFLASH_VERIFY_TOKENS={settings.verify_tokens} lists width 0, at which vLLM before 0.33 runs the drafter all the same: it "
-        "saves little there"
+        f"DFLASH_VERIFY_TOKENS={settings.verify_tokens} lists width 0, at which vLLM before 0.33 runs the drafter all the same: "
+        "leave it out, it saves little there"
     ]
 
 

@@ -411,11 +411,10 @@ def _refuse_cost_table(config: Any, settings: Settings) -> None:
     if settings.cost_table is None or settings.verify_tokens.mode != "auto":
         return
     from dflash_verify.profile import stored_table
-    from dflash_verify.width.cost import CostModel, CostTableError
+    from dflash_verify.width.cost import CostTableError
 
-    _, widths = running_digest(config, settings)
     try:
-        CostModel(widths, config.speculative_config.num_speculative_tokens, stored_table(config, settings))
+        stored_table(config, settings)
     except CostTableError as error:
         raise SettingsError(f"DFLASH_COST_TABLE cannot be used: {error}.") from None
 

@@ -417,8 +417,9 @@ class CostModel:
         return at
 
     def _as_served(self, batch: int) -> tuple[float, ...]:
-        """What the table says, with the host's work where it is not hidden: a served step at width 0 leaves the GPU so little
-        to do that delivering every request's token shows, which a measurement at start does not have (docs/results.md)."""
+        """What the table says, and HOST_MS more at width 0: served, such steps took 0.8 to 1.6 ms longer (median) than measured at
+        start, presumably since the GPU has too little to do to hide what delivering every request's token costs the host
+        (docs/results.md, "No speculation")."""
         assert self.table is not None
         row = self.table.row(batch)
         return (row[0] + self.HOST_MS, *row[1:]) if self.widths[0] == 0 else row
