@@ -16,6 +16,10 @@ from dflash_verify.width.controller import WidthController
 
 CONTROL_PERIOD_S = 0.2  # how old a look at the control file may be
 WAITED = 1.5  # a step that took so many times what it should, with a prefill launched behind it, waited for that launch
+LEFT_MS = (
+    0.06  # what a step lasts longer per request that had left since the one before, on an H200's host (docs/results.md)
+)
+LEFT_SHARE = 0.02  # of a step's time: more is no longer what its batch and width cost
 STARVED = 32  # timed steps in a row of which none was clean: what is not known is then learned from these
 
 
@@ -40,8 +44,9 @@ class Step:
     decodes: int
     next_width: int | None = None
     cold: bool = False
+    left: int = 0  # requests fewer than in the step before
     step_ms: float | None = None
-    # Whether step_ms is that of a (batch, width) cell, which no launch that is known to be slow has moved (`arrived`).
+    # Whether step_ms is that of a (batch, width) cell, moved neither by a slow launch nor by many requests that left (`arrived`).
     exact: bool = True
     prefill_behind: bool = False  # a step with a prefill was launched before this one's output was looked at
     ids: list[str] = field(default_factory=list)
@@ -154,6 +159,7 @@ class Steering:
         self._last_end_s = 0.0
         self._busy = False
         self._after_mixed = False
+        self._last_batch = 0  # of the step scheduled last
         self._unclean = 0  # timed steps in a row that were not
         self._warm: set[tuple[int, int]] = set()  # (batch, width) that have run
 
@@ -194,6 +200,8 @@ class Steering:
 
     def scheduled(self, step: Step) -> None:
         """The step is about to be launched."""
+        step.left = max(0, self._last_batch - step.batch)
+        self._last_batch = step.batch
         if step.uniform:
             pair = step.batch, step.width
             step.cold = pair not in self._warm
@@ -206,14 +214,16 @@ class Steering:
         following: the step in flight behind it, under asynchronous scheduling: it is launched before this one's output is
         looked at. A launch that outlasts the step before it (a cold graph, kernels of a prefill one by one) makes that step
         seem longer and its own shorter. A step with a prefill ends with its own launch, before the one behind it is
-        launched: its output is looked at late, and the one behind it seems shorter.
+        launched: its output is looked at late, and the one behind it seems shorter. A step after which many requests are gone
+        is followed by a longer one, whatever the width: 125 of them made one of 20 ms last 30.
         """
         now_s = self.clock()
         ahead = step.scheduled_s < self._last_end_s  # launched before the output of the one before was looked at
         begin_s = self._last_end_s if self._busy else max(self._last_end_s, step.scheduled_s)
         step.step_ms = (now_s - begin_s) * 1e3 if step.uniform and begin_s > 0.0 else None
         slow_launch = step.cold or (ahead and self._after_mixed) or (following is not None and following.cold)
-        step.exact = step.steady and not slow_launch
+        burdened = step.step_ms is not None and step.left * LEFT_MS > LEFT_SHARE * step.step_ms
+        step.exact = step.steady and not slow_launch and not burdened
         step.prefill_behind = following is not None and not following.uniform
         self._last_end_s = now_s
         self._after_mixed = not step.uniform
@@ -225,10 +235,12 @@ class Steering:
             self.on_step(step)
         began_s = time.perf_counter()
         controller = self.controller if self.forced is None else None
+        taught = False
         if controller is not None:
             if step.ids:
                 controller.observe(step.ids, step.width, step.accepted, step.drafted)
-            if step.step_ms is not None and self._teaches(step, controller):
+            taught = step.step_ms is not None and self._teaches(step, controller)
+            if step.step_ms is not None and taught:
                 trusted = controller.cost.trusted
                 controller.observe_step(step.batch, step.width, step.step_ms)
                 if trusted and not controller.cost.trusted:
@@ -242,7 +254,7 @@ class Steering:
         self._ended.clear()
         if self._trace is not None:
             self._controller_s += time.perf_counter() - began_s
-            self._write_trace(step)
+            self._write_trace(step, taught)
 
     def _teaches(self, step: Step, controller: WidthController) -> bool:
         """Whether the cost model may see the step's time. Where every second step has a prefill none would ever be clean:
@@ -284,7 +296,8 @@ class Steering:
             return self.controller.reason
         return f"{self.published}: {'set' if self.policy_active else 'control file'}"
 
-    def _write_trace(self, step: Step) -> None:
+    def _write_trace(self, step: Step, taught: bool) -> None:
+        """taught: whether the cost model was given the step's time."""
         assert self._trace is not None
         record: dict[str, Any] = {
             "t": round(time.time(), 4),
@@ -293,6 +306,7 @@ class Steering:
             "decodes": step.decodes,
             "uniform": step.uniform,
             "step_ms": None if step.step_ms is None else round(step.step_ms, 3),
+            "taught": taught,
             "drafted": step.drafted,
             "accepted": step.accepted,
             "next_width": self.published,

@@ -195,7 +195,10 @@ def test_a_table_that_loses_the_trust_is_said_once(caplog: pytest.LogCaptureFixt
     assert not engine.steering.controller.cost.trusted
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "at about 32 requests width 5 takes 0.71 times what the cost table says" in record.getMessage()
+    assert (
+        "at about 32 requests width 7 takes 1.40 times what the cost table says, compared with width 5"
+        in record.getMessage()
+    )
     assert "dflash-verify profile --again" in record.getMessage()
 
 
@@ -240,8 +243,8 @@ def serve(made: Steering, clock: Clock, launches: str, *, ahead: bool, ms: float
     made.arrived(step(7, clock.now - 1.0))
     made.finished(step(7), busy=True)
     steps = []
-    for number, kind in enumerate(launches):
-        batch = 10 + number if kind == "n" else 2
+    for kind in launches:
+        batch = 1 if kind == "n" else 2
         steps.append(Step(7, 0.0, batch, uniform=kind != "p", decodes=batch))
     for number, current in enumerate(steps):
         if not ahead or number == 0:
@@ -271,6 +274,34 @@ def test_steps_beside_slow_launches_teach_no_cost(launches: str, asynchronous: i
     assert serve(made, clock, launches, ahead=True) == asynchronous
     made, clock = steering("auto")
     assert serve(made, clock, launches, ahead=False) == synchronous
+
+
+@pytest.mark.parametrize(
+    ("batches", "ms", "taught"),
+    [
+        ((128, 128, 128, 128), 30.0, 4),
+        ((202, 77, 77, 20), 30.0, 2),  # 125 and 57 requests left
+        ((128, 127, 125, 120), 30.0, 4),  # up to 0.3 ms of 30
+        ((8, 7, 6, 4), 7.0, 4),
+        ((128, 119, 119, 119), 7.0, 3),  # 0.5 ms of 7
+        ((20, 77, 77, 77), 30.0, 4),  # what joins has been a step with a prompt before
+    ],
+)
+def test_a_step_before_which_many_requests_left_teaches_no_cost(
+    batches: tuple[int, ...], ms: float, taught: int
+) -> None:
+    made, clock = steering("auto")
+    made.controller = controller = WidthController(WIDTHS, 7, CostTable(7, WIDTHS, {1: (ms,) * 3, 256: (ms,) * 3}))
+    made._warm |= {(batch, 7) for batch in batches}
+    made.arrived(step(7, clock.now - 1.0))
+    made.finished(step(7), busy=True)
+    for batch in batches:
+        current = Step(7, clock.now, batch, uniform=True, decodes=batch)
+        made.scheduled(current)
+        clock.now += ms / 1e3
+        made.arrived(current)
+        made.finished(current, busy=True)
+    assert controller.cost.observed_steps == taught
 
 
 def test_a_server_with_some_clean_steps_learns_from_these_alone() -> None:
@@ -378,3 +409,17 @@ def test_the_trace_has_one_json_line_per_step(tmp_path: Path) -> None:
         made.finished(step(), busy=True)
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [record["width"] for record in records] == [3, 3, 3]
+    assert not any(record["taught"] for record in records), "a fixed width learns nothing"
+
+
+def test_the_trace_says_which_steps_taught_the_cost_model(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    made, clock = steering("auto", trace_file=path)
+    for uniform in (True, True, False, True):
+        current = step(7, clock.now, uniform)
+        made.scheduled(current)
+        clock.now += 0.01
+        made.arrived(current)
+        made.finished(current, busy=True)
+    taught = [json.loads(line)["taught"] for line in path.read_text().splitlines()]
+    assert taught == [False, True, False, True], "the first has a cold graph, the third a prompt"

@@ -8,8 +8,9 @@ there is one, corrected by the steps that were served; without a table, or with 
 import json
 import math
 import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ Array = npt.NDArray[np.float64]
 
 FORMAT = 1
 MAX_DIGITS = 9  # of a batch size in a file
+AUDIT_WINDOW = 8  # steps before and after a change of width that are compared: others may be under another clock
 MAX_STEP_MS = 1e9  # twelve days: a longer step is a mistake, and sums of shorter ones stay finite
 
 
@@ -44,7 +46,7 @@ class CostKey:
     def from_json(cls, data: Mapping[str, Any]) -> "CostKey":
         if not isinstance(data, Mapping):
             raise CostTableError("the cost table's key is no object; measure it again with `profile`")
-        names = [field.name for field in fields(cls)]
+        names = [part.name for part in fields(cls)]
         missing = [name for name in names if name not in data]
         if missing:
             raise CostTableError(f"the cost table's key lacks {', '.join(missing)}; measure it again with `profile`")
@@ -54,10 +56,10 @@ class CostKey:
 
     def difference(self, other: "CostKey") -> str | None:
         """The first field that differs, as `name: mine here, theirs there`; None if nothing does."""
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+        for part in fields(self):
+            mine, theirs = getattr(self, part.name), getattr(other, part.name)
             if mine != theirs:
-                return f"{field.name} is {_short(theirs)} there and {_short(mine)} here"
+                return f"{part.name} is {_short(theirs)} there and {_short(mine)} here"
         return None
 
 
@@ -269,6 +271,15 @@ class Doubt:
     cell: float
 
 
+@dataclass(slots=True)
+class Run:
+    """Steps in a row in one cell, (batch group, width number): their number and the log times of the last ones beside the table's."""
+
+    cell: tuple[int, int]
+    steps: int = 0
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=AUDIT_WINDOW))
+
+
 class CostModel:
     """Step time by (batch, width), learned in the log domain from served steps.
 
@@ -293,14 +304,16 @@ class CostModel:
     FORGET = 2e-5  # per step, towards the starting doubt
     FORGET_EVERY = 16  # updates
     COLLECT = 8  # steps of a well-known cell per update
-    AUDIT_ERROR = 0.12  # a trusted table is distrusted when two widths compare this differently ...
-    AUDIT_SDS = 4.0  # ... and this surely,
-    HOST_MS = 1.5  # ... by more than the host's work for requests that come and go, which is no width's (see also `_as_served`),
-    AUDIT_LEAST = 5  # after so many steps at each,
-    AUDIT_STEPS = 64  # remembering so many.
-    # Only so many steps after a change of width compare two widths: later ones may be under another clock or load,
-    AUDIT_FRESH = 8
-    AUDIT_TRACK = 0.2  # and say what the level of all widths is now.
+    # A trusted table is distrusted when two widths compare by more than AUDIT_ERROR in log time other than it says, and by
+    # AUDIT_SDS standard errors more than that, and by more than the host's work for requests that come and go.
+    AUDIT_ERROR = 0.12
+    AUDIT_SDS = 3.0
+    AUDIT_HOST_MS = 1.5
+    AUDIT_CHANGE_SD = 0.03  # what else changes with a width as a rule, by log time,
+    AUDIT_LEAST_CHANGES = 4  # ... though it may be any amount, so that few changes show nothing
+    AUDIT_CHANGES = 16  # so many are remembered per pair of widths at a batch size
+    AUDIT_LEAST = 5  # steps needed at either width
+    PLAIN_MS = 1.5  # what a step at width 0 takes longer than the table says (`_as_served`)
     WALK = 2e-5  # variance that the level of all widths gains per step: clocks, contexts, other work on the machine
     JUMP_STEPS = 4  # so many outliers in a row on one side are no spikes: the level has jumped,
     JUMP = 0.3  # by about this much in log time
@@ -332,11 +345,10 @@ class CostModel:
         # Per well-known cell: sum and number of its log residuals since its last update, and the step of the last one.
         self._collected: dict[int, tuple[float, int, int]] = {}
         self._guesses: dict[int, list[float]] = {}
-        # Audit of a trusted table, per cell (batch group, width): mean clipped residual beside the level of the moment, steps.
-        self._audit: dict[tuple[int, int], tuple[float, int]] = {}
-        self._audit_first: dict[tuple[int, int], list[float]] = {}
-        self._audit_level: float | None = None
-        self._audit_run: tuple[tuple[int, int] | None, int] = (None, 0)  # the cell of the last steps and their number
+        # Audit of a trusted table. The steps of one (batch group, width number) in a row, those before them, and per group and two
+        # width numbers: log time of the second relative to the first and to the table, and steps of both, at each change.
+        self._run = self._run_before = Run((0, -1))
+        self._changes: dict[tuple[int, int, int], deque[tuple[float, int, int]]] = {}
         self.contradiction = ""  # why the table lost the trust, one sentence
         self._outliers = 0  # in a row, signed
         self._cache: dict[int, tuple[list[float], list[list[float]] | None]] = {}
@@ -417,12 +429,12 @@ class CostModel:
         return at
 
     def _as_served(self, batch: int) -> tuple[float, ...]:
-        """What the table says, and HOST_MS more at width 0: served, such steps took 0.8 to 1.6 ms longer (median) than measured at
+        """What the table says, and PLAIN_MS more at width 0: served, such steps took 0.8 to 1.6 ms longer (median) than measured at
         start, presumably since the GPU has too little to do to hide what delivering every request's token costs the host
         (docs/results.md, "No speculation")."""
         assert self.table is not None
         row = self.table.row(batch)
-        return (row[0] + self.HOST_MS, *row[1:]) if self.widths[0] == 0 else row
+        return (row[0] + self.PLAIN_MS, *row[1:]) if self.widths[0] == 0 else row
 
     def expected_ms(self, batch: int, width: int) -> float | None:
         """What a step is expected to take; None if this width was never timed."""
@@ -482,57 +494,56 @@ class CostModel:
         """Whether served steps say that the trusted table is wrong about how two widths compare.
 
         Context growth, clocks and other work on the machine move all widths together, at any time. So two widths are
-        compared only where one cell follows another: the first steps after a change against the level before it.
+        compared only where one follows the other at a batch size: the last steps of one with the first of the other.
         """
-        last, run = self._audit_run
-        if self.widths[cell[1]] == 0:  # what the host adds to it is not known: nothing is compared with it
-            self._audit_run = cell, 0
+        contradicted = False
+        if cell != self._run.cell:
+            if self._run.steps < AUDIT_WINDOW:
+                contradicted = self._compare()
+            self._run_before, self._run = self._run, Run(cell)
+        run = self._run
+        run.steps += 1
+        run.last.append(residual)
+        if run.steps == AUDIT_WINDOW:
+            contradicted = contradicted or self._compare()
+        return contradicted
+
+    def _compare(self) -> bool:
+        """Compare the width that runs with the one before it; whether this, with earlier changes, contradicts the table."""
+        before, run = self._run_before, self._run
+        group, j = run.cell
+        widths = (before.cell[1], j)
+        # What the host adds to width 0 is not known: nothing is compared with it.
+        if before.cell[0] != group or min(widths) < 0 or any(self.widths[at] == 0 for at in widths):
             return False
-        after_plain = last is not None and self.widths[last[1]] == 0
-        run = run + 1 if cell == last else self.AUDIT_FRESH + 1 if after_plain else 1
-        self._audit_run = cell, run
-        mean, count = self._audit.get(cell, (0.0, 0))
-        if self._audit_level is None:
-            self._audit_level = residual
-        alone = len(self._audit) <= 1 and count >= self.AUDIT_LEAST  # no other width to compare with yet
-        if alone or run > self.AUDIT_FRESH:
-            limit = self.JUMP  # a spike of one step must not pass for the level
-            self._audit_level += self.AUDIT_TRACK * min(max(residual - mean - self._audit_level, -limit), limit)
+        sides = [
+            (before.cell[1], statistics.median(before.last), len(before.last)),
+            (j, statistics.median(run.last), run.steps),
+        ]
+        (first, first_at, first_steps), (second, second_at, second_steps) = sorted(sides)
+        seen = self._changes.setdefault((group, first, second), deque(maxlen=self.AUDIT_CHANGES))
+        seen.append((second_at - first_at, first_steps, second_steps))
+        counts = sum(n for _, n, _ in seen), sum(n for _, _, n in seen)
+        if len(seen) < self.AUDIT_LEAST_CHANGES or min(counts) < self.AUDIT_LEAST:
             return False
-        residual -= self._audit_level
-        count += 1
-        if count <= self.AUDIT_LEAST:  # the median of the first: one may be a spike
-            first = self._audit_first.setdefault(cell, [])
-            first.append(residual)
-            mean = statistics.median(first)
-        else:
-            limit = self.OUTLIER * math.sqrt(self._noise_var)
-            mean += min(max(residual - mean, -limit), limit) / min(count, self.AUDIT_STEPS)
-        self._audit[cell] = mean, count
-        if count < self.AUDIT_LEAST or count % self.AUDIT_LEAST:
+        by = [by for by, _, _ in seen]
+        apart = min(statistics.median_low(by), statistics.median_high(by), key=abs)
+        variance = self._noise_var * sum(1.0 / n for n in counts) + self.AUDIT_CHANGE_SD**2 / len(seen)
+        slower, at = (second, second_at) if apart > 0.0 else (first, first_at)
+        more_ms = math.exp(self._guess(group)[slower] + at) * -math.expm1(-abs(apart))
+        if abs(apart) <= self.AUDIT_ERROR + self.AUDIT_SDS * math.sqrt(variance) or more_ms <= self.AUDIT_HOST_MS:
             return False
-        for other in range(len(self.widths)):
-            beside, seen = self._audit.get((cell[0], other), (0.0, 0))
-            if other != cell[1] and seen >= self.AUDIT_LEAST:
-                steps = 1.0 / min(count, self.AUDIT_STEPS) + 1.0 / min(seen, self.AUDIT_STEPS)
-                far = max(self.AUDIT_ERROR, self.AUDIT_SDS * math.sqrt(self._noise_var * steps))
-                apart = mean - beside
-                slower, takes = (cell[1], mean) if apart > 0.0 else (other, beside)
-                took_ms = math.exp(self._guess(cell[0])[slower] + self._audit_level + takes)
-                more_ms = took_ms * -math.expm1(-abs(apart))
-                if abs(apart) > far and more_ms > self.HOST_MS:
-                    self.contradiction = (
-                        f"at about {cell[0]} requests width {self.widths[cell[1]]} takes {math.exp(apart):.2f} times what "
-                        f"the cost table says, compared with width {self.widths[other]}"
-                    )
-                    return True
-        return False
+        self.contradiction = (
+            f"at about {group} requests width {self.widths[second]} takes {math.exp(apart):.2f} times what the cost table says, "
+            f"compared with width {self.widths[first]}"
+        )
+        return True
 
     def _lose_trust(self) -> None:
         """Start over: the table is what is guessed, and widths are timed as far as knowing them better pays."""
         self.trusted = False
         self._doubt = self.FOREIGN
-        self._level = (self._audit_level or 0.0) + sum(mean for mean, _ in self._audit.values()) / len(self._audit)
+        self._level = statistics.median([*self._run_before.last, *self._run.last])
         self._groups.clear()
         self._where, self._mean, self._cov, self._start = (
             np.empty((0, 2)),
@@ -540,7 +551,7 @@ class CostModel:
             np.empty((0, 0)),
             np.empty((0, 0)),
         )
-        for held in (self._believed, self._collected, self._cache, self._audit):
+        for held in (self._believed, self._collected, self._cache, self._changes):
             held.clear()
 
     def _learn(self, batch: int, j: int, x: float) -> None:

@@ -231,20 +231,25 @@ def test_a_server_that_slows_as_a_whole_keeps_its_ratios_and_the_trust():
 @pytest.mark.parametrize("slower", [1.6, 3.0])
 @pytest.mark.parametrize("right", [True, False])
 def test_a_level_that_jumps_is_not_what_a_width_costs(slower, right):
-    """Clocks and other work on the machine come and go, whatever width runs. 3000 steps that change width every 20 to 60 and
-    level every 30 to 150, at any moment. 2 % noise; 3 % decides every width that matters."""
+    """Clocks and other work on the machine come and go, whatever width runs. 20 servers, 3000 steps that change width every 20 to
+    60 and level every 30 to 150, at any moment: every sixth change of width is then near one of the level. 2 % noise; 3 %
+    decides every width that matters."""
     start = table() if right else table(cells={b: (row[0], row[1] * 1.4, row[2]) for b, row in CELLS.items()})
-    rng = np.random.default_rng(9)
-    model = CostModel(WIDTHS, 7, start)
-    level, width, level_until, width_until = 1.0, 7, 0, 0
-    for step in range(3000):
-        if step == level_until:
-            level, level_until = (slower if level == 1.0 else 1.0), step + int(rng.integers(30, 150))
-        if step == width_until:
-            width, width_until = int(rng.choice(WIDTHS)), step + int(rng.integers(20, 60))
-        model.observe(4, width, level * served(rng, 4, width, percent=2.0))
-    assert model.trusted == right
-    assert ratios(model, 4) == pytest.approx(TRUE[4], rel=0.03)
+    trusted, off = 0, []
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        model = CostModel(WIDTHS, 7, start)
+        level, width, level_until, width_until = 1.0, 7, 0, 0
+        for step in range(3000):
+            if step == level_until:
+                level, level_until = (slower if level == 1.0 else 1.0), step + int(rng.integers(30, 150))
+            if step == width_until:
+                width, width_until = int(rng.choice(WIDTHS)), step + int(rng.integers(20, 60))
+            model.observe(4, width, level * served(rng, 4, width, percent=2.0))
+        trusted += model.trusted
+        off.append(float(np.abs(ratios(model, 4) / TRUE[4] - 1.0).max()))
+    assert trusted >= 19 if right else trusted == 0
+    assert np.median(off) < 0.03
 
 
 def test_a_level_that_rose_while_one_width_ran_is_not_what_the_next_width_saves():
@@ -265,8 +270,9 @@ def test_a_level_that_rose_while_one_width_ran_is_not_what_the_next_width_saves(
 
 @pytest.mark.parametrize("slower", [1.5, 2.0, 3.0])
 def test_one_cell_that_was_priced_wrongly_is_no_new_level(slower):
-    """A right table but for 64 requests at width 3, which run without a graph, say. Eight steps of it are enough, however much
-    was served elsewhere before."""
+    """A right table but for 64 requests at width 3, which run without a graph, say, and now and then a step at width 5 to see what
+    would be accepted: a few of these are enough, however much was served elsewhere before. One change of width alone may as
+    well be one of the level."""
     right = CostTable(7, WIDTHS, {b: tuple(8.0 + 0.02 * b * (w + 1) for w in WIDTHS) for b in (1, 8, 64)})
     model = CostModel(WIDTHS, 7, right)
     rng = np.random.default_rng(11)
@@ -278,9 +284,28 @@ def test_one_cell_that_was_priced_wrongly_is_no_new_level(slower):
     for _ in range(100):
         serve(8, int(rng.choice(WIDTHS)), 4)
     serve(64, 7, 60)
+    serve(64, 3, 60, slower)
     assert model.trusted
-    serve(64, 3, 8, slower)
+    for _ in range(6):
+        serve(64, 7, 1)
+        serve(64, 3, 30, slower)
     assert model.learning
+
+
+def test_batches_that_drain_do_not_cost_a_right_table_the_trust():
+    """Seen with waves of 64 to 256 requests on an H200, three engines of three: what ran as requests ended seemed 5 to 60 % slower
+    than the table says, the narrow width in one text and the wide one in another, and what was compared in the end were two
+    batches and two moments. Here the first step at a batch size takes 30 % longer, whatever the width."""
+    rng = np.random.default_rng(14)
+    model = CostModel(WIDTHS, 7, table())
+    for wave in range(120):
+        width = WIDTHS[wave % 3]
+        for batch, steps in ((128, 30), (90, 1), (45, 1), (20, 1), (4, int(rng.integers(1, 4)))):
+            for step in range(steps):
+                slow = 1.3 if step == 0 and batch < 128 else 1.0
+                model.observe(batch, width, slow * served(rng, batch, width, percent=2.0))
+    assert model.trusted
+    assert ratios(model, 4) == pytest.approx(TRUE[4], rel=0.03)
 
 
 @pytest.mark.parametrize(("extra_ms", "trusted"), [(1.0, True), (1.3, True), (1.8, False), (2.5, False)])
