@@ -77,11 +77,14 @@ def serve(
     """tok/s, and the width of every step of each wave."""
     rng = np.random.default_rng(seed)
     pending: deque[tuple[list[str], int, list[int], float, list[str]]] = deque()
-    next_width, clock_ms = table.draft_width, 0.0
+    clock_ms = 0.0
     widths: list[list[int]] = []
     for wave, kind in enumerate(itertools.islice(itertools.cycle(texts), WAVES)):
         left = dict.fromkeys((f"{wave}-{i}" for i in range(streams)), tokens)
         clock_ms += PREFILL_STEPS * table.step_ms(streams, table.draft_width)
+        while pending:
+            policy.observe(*pending.popleft())
+        next_width = policy.decide(list(left), kind)  # with the step of the prompts
         widths.append([])
         while left:
             ids = list(left)

@@ -16,9 +16,7 @@ from dflash_verify.width.controller import WidthController
 
 CONTROL_PERIOD_S = 0.2  # how old a look at the control file may be
 WAITED = 1.5  # a step that took so many times what it should, with a prefill launched behind it, waited for that launch
-LEFT_MS = (
-    0.06  # what a step lasts longer per request that had left since the one before, on an H200's host (docs/results.md)
-)
+LEFT_MS = 0.06  # by how much a step is longer per request that left before it, on an H200's host (docs/results.md)
 LEFT_SHARE = 0.02  # of a step's time: more is no longer what its batch and width cost
 STARVED = 32  # timed steps in a row of which none was clean: what is not known is then learned from these
 

@@ -63,7 +63,9 @@ class WidthController:
     PROBE_SHARE = 0.002  # of step time, paid for looking one width up
     PROBE_CAP_STEPS = 0.8
     PROBE_EVERY = 16
-    BLIND_STEPS = 64  # width 0 observes nothing: look again at least this often
+    BLIND_STEPS = 64  # width 0 observes nothing: look again at least this often,
+    NEWS_SHARE = 0.5  # ... and once so much of the batch has never been observed,
+    NEWS_STEPS = 16  # ... though not more often than this
     EXPLORE_START_STEPS = 3.0
     EXPLORE_SHARE = 0.005
     EXPLORE_CAP_STEPS = 9.0
@@ -97,6 +99,7 @@ class WidthController:
         self._credit_ms = 0.0
         self._since = 0
         self._blind = 0
+        self._unlooked = self.NEWS_STEPS  # steps below full width since unseen requests were looked at
         self._explore_ms: float | None = None
         self._seen = 0
         self._rows: dict[str, int] = {}  # live requests; PRIOR_ROW until first observed
@@ -105,6 +108,7 @@ class WidthController:
         self._batch_ids: list[str] = []
         self._batch_rows: IntArray = np.empty(0, dtype=np.intp)
         self._batch_has_new = False  # requests that were not observed yet
+        self._unseen: set[str] = set()  # live requests that had no draft verified yet, where there is a width 0
         self._ones: dict[int, Array] = {}
         self.steps = dict.fromkeys(self.widths, 0)
         self.probes = 0
@@ -132,6 +136,8 @@ class WidthController:
         if width == 0:
             self._acceptance.pass_step(rows)
             return
+        if self._unseen:
+            self._unseen.difference_update(ids)
         took = np.array(accepted, dtype=np.intp)
         self._acceptance.observe(rows, took, width if drafted is None else np.array(drafted, dtype=np.intp))
         self._seen += len(ids)
@@ -142,6 +148,8 @@ class WidthController:
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Finished, aborted or preempted: nothing of them is kept but what the shared prior learned."""
+        if self._unseen:
+            self._unseen.difference_update(request_ids)
         for request_id in request_ids:
             row = self._rows.pop(request_id, None)
             if row is None:
@@ -194,6 +202,8 @@ class WidthController:
         if ids == self._batch_ids:
             return self._batch_rows
         known = self._rows
+        if self.widths[0] == 0:
+            self._unseen.update(request_id for request_id in ids if request_id not in known)
         if have and ids[:have] == self._batch_ids:
             fresh = [known.setdefault(request_id, PRIOR_ROW) for request_id in ids[have:]]
             self._batch_rows = np.concatenate([self._batch_rows, np.array(fresh, dtype=np.intp)])
@@ -231,7 +241,7 @@ class WidthController:
         else:
             if goodput[best] < self.HYSTERESIS * goodput[last]:
                 best = last
-            chosen, why = self._look_around(best, tokens, ms, goodput, cov)
+            chosen, why = self._look_around(batch, best, tokens, ms, goodput, cov)
         self._last = best
         width = self.widths[chosen]
         self.steps[width] += 1
@@ -278,7 +288,13 @@ class WidthController:
         return best
 
     def _look_around(
-        self, best: int, tokens: list[float], ms: list[float], goodput: list[float], cov: list[list[float]] | None
+        self,
+        batch: int,
+        best: int,
+        tokens: list[float],
+        ms: list[float],
+        goodput: list[float],
+        cov: list[list[float]] | None,
     ) -> tuple[int, str]:
         """The width to run: the best, or now and then another one, paid from a bounded credit."""
         rate = tokens[best] / ms[best]
@@ -292,6 +308,9 @@ class WidthController:
             return best, "best"
         self._since += 1
         self._blind = self._blind + 1 if self.widths[best] == 0 else 0
+        self._unlooked += 1
+        news = self.widths[best] == 0 and self._unlooked >= self.NEWS_STEPS
+        news = news and len(self._unseen) >= self.NEWS_SHARE * batch
         self._credit_ms = min(self._credit_ms + self.PROBE_SHARE * ms[best], self.PROBE_CAP_STEPS * ms[best])
         wider = best + 1
         if self.widths[best] == 0:
@@ -300,7 +319,9 @@ class WidthController:
             wider = max(timed, key=goodput.__getitem__, default=self._widest)
         loss = ms[wider] - tokens[wider] / rate
         due = self._since >= self.PROBE_EVERY and self._credit_ms >= loss
-        if due or self._blind >= self.BLIND_STEPS:
+        if due or news or self._blind >= self.BLIND_STEPS:
+            if news:
+                self._unlooked = 0
             self._credit_ms = max(0.0, self._credit_ms - max(0.0, loss))
             self._since = self._blind = 0
             self.probes += 1

@@ -297,7 +297,7 @@ class CostModel:
     GUESS_BATCH = 0.15  # ... and how that grows per doubling of the batch
     NOISE = 0.12  # sd of log step time until it is known better
     NOISE_RANGE = (0.02, 0.20)
-    PLAIN = 0.3  # sd of log step time that is width 0's own, whatever the table: how much of the host's work shows
+    PLAIN = 0.5  # sd of log step time that is width 0's own, whatever the table: how much of the host's work shows (docs/width.md)
     OUTLIER = 2.5  # predictive sds beyond which a step's influence stops growing (Huber)
     EARLY = 3  # a width's first steps are believed together: any single one may be a spike ...
     EARLY_SPREAD = 0.35  # ... so they are clipped to this much around their median
@@ -313,7 +313,6 @@ class CostModel:
     AUDIT_LEAST_CHANGES = 4  # ... though it may be any amount, so that few changes show nothing
     AUDIT_CHANGES = 16  # so many are remembered per pair of widths at a batch size
     AUDIT_LEAST = 5  # steps needed at either width
-    PLAIN_MS = 1.5  # what a step at width 0 takes longer than the table says (`_as_served`)
     WALK = 2e-5  # variance that the level of all widths gains per step: clocks, contexts, other work on the machine
     JUMP_STEPS = 4  # so many outliers in a row on one side are no spikes: the level has jumped,
     JUMP = 0.3  # by about this much in log time
@@ -379,7 +378,7 @@ class CostModel:
         guess = self._guesses.get(batch)
         if guess is None:
             if self.table is not None:
-                guess = [math.log(ms) for ms in self._as_served(batch)]
+                guess = [math.log(ms) for ms in self.table.row(batch)]
             else:
                 per_width = self.GUESS_PER_WIDTH * (1.0 + self.GUESS_BATCH * math.log2(batch))
                 guess = [-per_width * (self.draft_width - w) for w in self.widths]
@@ -428,14 +427,6 @@ class CostModel:
         self._groups[group] = at
         return at
 
-    def _as_served(self, batch: int) -> tuple[float, ...]:
-        """What the table says, and PLAIN_MS more at width 0: served, such steps took 0.8 to 1.6 ms longer (median) than measured at
-        start, presumably since the GPU has too little to do to hide what delivering every request's token costs the host
-        (docs/results.md, "No speculation")."""
-        assert self.table is not None
-        row = self.table.row(batch)
-        return (row[0] + self.PLAIN_MS, *row[1:]) if self.widths[0] == 0 else row
-
     def expected_ms(self, batch: int, width: int) -> float | None:
         """What a step is expected to take; None if this width was never timed."""
         j = self.widths.index(width)
@@ -447,14 +438,14 @@ class CostModel:
         if cached is not None:
             return cached
         if self.trusted and self.observed_steps == 0 and self.table is not None:
-            result: tuple[list[float], list[list[float]] | None] = (list(self._as_served(batch)), None)
+            result: tuple[list[float], list[list[float]] | None] = (list(self.table.row(batch)), None)
         else:
             at = self._cells(batch)
             end = at + len(self.widths)
             level = self._level
             mean = self._mean[at:end].tolist()
             if self.trusted and self.table is not None:
-                ms = [t * math.exp(m) for t, m in zip(self._as_served(batch), mean, strict=True)]
+                ms = [t * math.exp(m) for t, m in zip(self.table.row(batch), mean, strict=True)]
             else:
                 ms = [math.exp(g + level + m) for g, m in zip(self._guess(batch), mean, strict=True)]
             result = (ms, self._cov[at:end, at:end].tolist() if self.learning else None)
