@@ -20,15 +20,17 @@ declare -A QUESTIONS=(
   ["hybrid-small-stock"]="width.py stock --model qwen3-next-48 --memory 0.94 --slots 256 --streams 1,8,32 --tokens 640 --repeats 3"
   ["hybrid-small-auto"]="width.py auto --model qwen3-next-48 --memory 0.94 --slots 256 --streams 1,8,32 --tokens 640 --repeats 3"
   ["hybrid-large-widths"]="width.py widths --model qwen3-next-48 --memory 0.94 --streams 256,128 --arms 3,7,auto --repeats 2 --trace"
-  # with torch.compile; auto with width 0 too; no speculation
-  ["dense-compiled-stock"]="width.py stock --compiled --slots 256 --streams 128,256,1,8,32 --repeats 3"
-  ["dense-compiled-auto"]="width.py auto --widths 0,1,3,5,7 --compiled --slots 256 --streams 128,256,1,8,32 --repeats 3"
+  # with torch.compile; auto with width 0 too and without; no speculation
+  ["dense-compiled-stock"]="width.py stock --compiled --slots 256 --streams 128,256,192,64,32 --regimes structured,prose,alternating,hard --repeats 6"
+  ["dense-compiled-plain-auto"]="width.py auto --widths 0,1,3,5,7 --compiled --slots 256 --streams 128,256,192,64,32 --regimes structured,prose,alternating,hard --repeats 6"
+  ["dense-compiled-auto"]="width.py auto --compiled --slots 256 --streams 128,256,192,64,32 --regimes structured,prose,alternating,hard --repeats 6"
   ["dense-compiled-off"]="width.py off --compiled --slots 256 --streams 256,128,32,8,1 --regimes prose --repeats 3"
-  # the hybrid; one stream of alternating text needs many repeats
+  # the hybrid; rows that need many repeats; width 0
   ["hybrid-compiled-stock"]="width.py stock --model qwen3-next-48 --memory 0.95 --compiled --streams 128,256,32,8,1 --tokens 480"
   ["hybrid-compiled-auto"]="width.py auto --model qwen3-next-48 --memory 0.95 --compiled --streams 128,256,32,8,1 --tokens 480"
-  ["hybrid-one-stream-stock"]="width.py stock --model qwen3-next-48 --memory 0.95 --compiled --slots 256 --streams 1 --regimes alternating --repeats 40"
-  ["hybrid-one-stream-auto"]="width.py auto --model qwen3-next-48 --memory 0.95 --compiled --slots 256 --streams 1 --regimes alternating --repeats 40"
+  ["hybrid-repeats-stock"]="width.py stock --model qwen3-next-48 --memory 0.95 --compiled --slots 256 --streams 1,256 --regimes structured,alternating --tokens 480 --repeats 32"
+  ["hybrid-repeats-auto"]="width.py auto --model qwen3-next-48 --memory 0.95 --compiled --slots 256 --streams 1,256 --regimes structured,alternating --tokens 480 --repeats 32"
+  ["hybrid-plain-auto"]="width.py auto --widths 0,1,3,5,7 --model qwen3-next-48 --memory 0.95 --compiled --streams 128,256,192 --tokens 480"
   # what draft-graphs is worth
   ["dense-small-static3"]="width.py static3 --slots 256 --streams 1,8,32 --repeats 3 --regimes structured,prose"
   ["dense-small-plain3"]="width.py plain3 --slots 256 --streams 1,8,32 --repeats 3 --regimes structured,prose"

@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
         help="of each request, not of alternating's (default: 20480 / streams, 160 to 1600)",
     )
     parser.add_argument("--trace", action="store_true", help="record the controller's time and every step's width")
-    parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
+    parser.add_argument("--memory", type=float, help="gpu_memory_utilization (default: 0.85)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--one-process", action="store_true", help="front end and engine core in one process, unlike a server's"
@@ -101,6 +101,8 @@ def parse() -> argparse.Namespace:
             "--in-turn and --kv-gib go together, since engines that share a GPU cannot measure what is left of it: give both, "
             "with a positive size, or neither"
         )
+    if args.in_turn and args.memory is not None:
+        parser.error("--memory and --in-turn: engines that share a GPU are given --kv-gib instead; leave --memory out")
     return args
 
 
@@ -129,7 +131,7 @@ def main() -> None:
         speculative = {"enable_adaptive_verification": True}
 
     graphs = {} if args.compiled else FULL_DECODE_ONLY
-    fields: dict[str, Any] = {"gpu_memory_utilization": args.memory, "compilation_config": graphs}
+    fields: dict[str, Any] = {"gpu_memory_utilization": args.memory or 0.85, "compilation_config": graphs}
     if args.engine in ("stock", "adaptive", *PLAIN):
         verified = {PLAIN.get(args.engine, DRAFT_WIDTH), DRAFT_WIDTH}
         fields["compilation_config"] = graphs | {"cudagraph_capture_sizes": capture_sizes(slots, verified)}
