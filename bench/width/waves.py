@@ -101,6 +101,8 @@ def serve(
             for request in ended:
                 del left[request]
             pending.append((ids, width, accepted, step_ms * float(np.exp(0.02 * rng.standard_normal())), ended))
+    while pending:
+        policy.observe(*pending.popleft())
     return 1e3 * streams * tokens * WAVES / clock_ms, widths
 
 

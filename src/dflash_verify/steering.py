@@ -44,7 +44,7 @@ class Step:
     cold: bool = False
     left: int = 0  # requests fewer than in the step before
     step_ms: float | None = None
-    # Whether step_ms is that of a (batch, width) cell, moved neither by a slow launch nor by many requests that left (`arrived`).
+    # Whether step_ms is that of a (batch, width) cell, which no launch that is known to be slow has moved (`arrived`).
     exact: bool = True
     prefill_behind: bool = False  # a step with a prefill was launched before this one's output was looked at
     ids: list[str] = field(default_factory=list)
@@ -212,16 +212,14 @@ class Steering:
         following: the step in flight behind it, under asynchronous scheduling: it is launched before this one's output is
         looked at. A launch that outlasts the step before it (a cold graph, kernels of a prefill one by one) makes that step
         seem longer and its own shorter. A step with a prefill ends with its own launch, before the one behind it is
-        launched: its output is looked at late, and the one behind it seems shorter. A step after which many requests are gone
-        is followed by a longer one, whatever the width: 125 of them made one of 20 ms last 30.
+        launched: its output is looked at late, and the one behind it seems shorter.
         """
         now_s = self.clock()
         ahead = step.scheduled_s < self._last_end_s  # launched before the output of the one before was looked at
         begin_s = self._last_end_s if self._busy else max(self._last_end_s, step.scheduled_s)
         step.step_ms = (now_s - begin_s) * 1e3 if step.uniform and begin_s > 0.0 else None
         slow_launch = step.cold or (ahead and self._after_mixed) or (following is not None and following.cold)
-        burdened = step.step_ms is not None and step.left * LEFT_MS > LEFT_SHARE * step.step_ms
-        step.exact = step.steady and not slow_launch and not burdened
+        step.exact = step.steady and not slow_launch
         step.prefill_behind = following is not None and not following.uniform
         self._last_end_s = now_s
         self._after_mixed = not step.uniform
@@ -247,6 +245,8 @@ class Steering:
                         "comes again after a restart, measure anew: dflash-verify profile --again -- MODEL ...",
                         controller.cost.contradiction,
                     )
+            elif not taught:
+                controller.interrupted()
             if self._ended:
                 controller.forget(self._ended)
         self._ended.clear()
@@ -257,20 +257,23 @@ class Steering:
     def _teaches(self, step: Step, controller: WidthController) -> bool:
         """Whether the cost model may see the step's time. Where every second step has a prefill none would ever be clean:
         what is not known otherwise is then learned from them as they are."""
-        if step.exact and not self._waited(step, controller):
+        if step.exact and not self._moved(step, controller):
             self._unclean = 0
             return True
         self._unclean += 1
         return self._unclean > STARVED and controller.cost.learning
 
     @staticmethod
-    def _waited(step: Step, controller: WidthController) -> bool:
+    def _moved(step: Step, controller: WidthController) -> bool:
         """Whether the step's time is that of something else: launching a prefill behind it, without a graph, keeps the
-        process from looking at this step's output, for up to 0.2 s on a hybrid model."""
-        if not step.prefill_behind or step.step_ms is None:
+        process from looking at this step's output, for up to 0.2 s on a hybrid model; and where many requests have left since the
+        step before, the next one that verifies is longer: 125 of them made one of 20 ms last 30."""
+        if step.step_ms is None:
             return False
         expected_ms = controller.cost.expected_ms(step.batch, step.width)
-        return expected_ms is None or step.step_ms > WAITED * expected_ms
+        if step.width > 0 and step.left * LEFT_MS > LEFT_SHARE * (expected_ms or step.step_ms):
+            return True
+        return step.prefill_behind and (expected_ms is None or step.step_ms > WAITED * expected_ms)
 
     def restart(self) -> None:
         """As after start: a controller that has seen nothing, with the cost table that is stored now."""

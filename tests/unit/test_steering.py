@@ -304,6 +304,42 @@ def test_a_step_before_which_many_requests_left_teaches_no_cost(
     assert controller.cost.observed_steps == taught
 
 
+def test_requests_that_left_before_a_step_with_a_prompt_do_not_burden_the_next() -> None:
+    made, clock = steering("auto")
+    made.controller = controller = WidthController(WIDTHS, 7, CostTable(7, WIDTHS, {1: (30.0,) * 3, 256: (30.0,) * 3}))
+    made._warm |= {(batch, 7) for batch in (202, 77)}
+    made.arrived(step(7, clock.now - 1.0))
+    made.finished(step(7), busy=True)
+    for batch, uniform in ((202, True), (77, False), (77, True)):
+        current = Step(7, clock.now, batch, uniform=uniform, decodes=batch)
+        made.scheduled(current)
+        clock.now += 0.03
+        made.arrived(current)
+        made.finished(current, busy=True)
+    assert controller.cost.observed_steps == 2
+
+
+def test_widths_on_either_side_of_a_prompt_are_not_compared() -> None:
+    """Each request at one width, and slower the wider it is: no contradiction, since a prompt and another context are between them."""
+    for prompt in (True, False):
+        made, clock = steering("auto")
+        made.controller = controller = WidthController(
+            WIDTHS, 7, CostTable(7, WIDTHS, {1: (20.0,) * 3, 8: (20.0,) * 3})
+        )
+        made._warm |= {(2, width) for width in WIDTHS}
+        made.arrived(step(7, clock.now - 1.0))
+        made.finished(step(7), busy=True)
+        for request in range(12):
+            width = (3, 7)[request % 2]
+            for number in range(20):
+                current = step(width, clock.now, uniform=not prompt or number > 0)
+                made.scheduled(current)
+                clock.now += 0.02 if width == 3 else 0.03
+                made.arrived(current)
+                made.finished(current, busy=True)
+        assert controller.cost.trusted == prompt
+
+
 def test_a_server_with_some_clean_steps_learns_from_these_alone() -> None:
     made, clock = steering("auto")
     made.arrived(step(7, clock.now - 1.0))

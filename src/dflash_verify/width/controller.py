@@ -65,7 +65,8 @@ class WidthController:
     PROBE_EVERY = 16
     BLIND_STEPS = 64  # width 0 observes nothing: look again at least this often,
     NEWS_SHARE = 0.5  # ... and once so much of the batch has never been observed,
-    NEWS_STEPS = 16  # ... though not more often than this
+    NEWS_STEPS = 16  # ... though not more often than this, and half as often after each such look that changed nothing
+    LOOK_STEPS = 4  # decisions until a look's result is known
     EXPLORE_START_STEPS = 3.0
     EXPLORE_SHARE = 0.005
     EXPLORE_CAP_STEPS = 9.0
@@ -99,7 +100,9 @@ class WidthController:
         self._credit_ms = 0.0
         self._since = 0
         self._blind = 0
-        self._unlooked = self.NEWS_STEPS  # steps below full width since unseen requests were looked at
+        self._unlooked = self._news_wait = (
+            self.NEWS_STEPS
+        )  # steps since a look from width 0, and until the next one at new requests
         self._explore_ms: float | None = None
         self._seen = 0
         self._rows: dict[str, int] = {}  # live requests; PRIOR_ROW until first observed
@@ -145,6 +148,10 @@ class WidthController:
     def observe_step(self, batch: int, width: int, step_ms: float) -> None:
         """Time of one clean step: uniform width, no prefill, no idle."""
         self.cost.observe(batch, width, step_ms)
+
+    def interrupted(self) -> None:
+        """The next step observed does not follow the last one: a step with prompts, or without a clean time, was between them."""
+        self.cost.interrupted()
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Finished, aborted or preempted: nothing of them is kept but what the shared prior learned."""
@@ -202,9 +209,10 @@ class WidthController:
         if ids == self._batch_ids:
             return self._batch_rows
         known = self._rows
+        appended = have > 0 and ids[:have] == self._batch_ids
         if self.widths[0] == 0:
-            self._unseen.update(request_id for request_id in ids if request_id not in known)
-        if have and ids[:have] == self._batch_ids:
+            self._unseen.update(request_id for request_id in ids[have * appended :] if request_id not in known)
+        if appended:
             fresh = [known.setdefault(request_id, PRIOR_ROW) for request_id in ids[have:]]
             self._batch_rows = np.concatenate([self._batch_rows, np.array(fresh, dtype=np.intp)])
             self._batch_ids.extend(ids[have:])
@@ -303,13 +311,15 @@ class WidthController:
             if tried is not None:
                 self.explorations += 1
                 return tried, "explore"
+        self._unlooked += 1
+        if self.widths[best] > 0 and self._unlooked <= self.LOOK_STEPS:
+            self._news_wait = self.NEWS_STEPS
         if best == self._widest:
             self._since = self._blind = 0
             return best, "best"
         self._since += 1
         self._blind = self._blind + 1 if self.widths[best] == 0 else 0
-        self._unlooked += 1
-        news = self.widths[best] == 0 and self._unlooked >= self.NEWS_STEPS
+        news = self.widths[best] == 0 and self._unlooked >= self._news_wait
         news = news and len(self._unseen) >= self.NEWS_SHARE * batch
         self._credit_ms = min(self._credit_ms + self.PROBE_SHARE * ms[best], self.PROBE_CAP_STEPS * ms[best])
         wider = best + 1
@@ -320,8 +330,10 @@ class WidthController:
         loss = ms[wider] - tokens[wider] / rate
         due = self._since >= self.PROBE_EVERY and self._credit_ms >= loss
         if due or news or self._blind >= self.BLIND_STEPS:
-            if news:
+            if self.widths[best] == 0:
                 self._unlooked = 0
+            if news:
+                self._news_wait = min(2 * self._news_wait, self.BLIND_STEPS)
             self._credit_ms = max(0.0, self._credit_ms - max(0.0, loss))
             self._since = self._blind = 0
             self.probes += 1

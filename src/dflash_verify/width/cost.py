@@ -271,6 +271,9 @@ class Doubt:
     cell: float
 
 
+NO_CELL = (0, -1)
+
+
 @dataclass(slots=True)
 class Run:
     """Steps in a row in one cell, (batch group, width number): their number and the log times of the last ones beside the table's."""
@@ -278,6 +281,20 @@ class Run:
     cell: tuple[int, int]
     steps: int = 0
     last: deque[float] = field(default_factory=lambda: deque(maxlen=AUDIT_WINDOW))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One width followed another: median log times beside the table's, and of how many steps."""
+
+    before: float
+    after: float
+    steps_before: int
+    steps_after: int
+
+    @property
+    def apart(self) -> float:
+        return self.after - self.before
 
 
 class CostModel:
@@ -304,15 +321,15 @@ class CostModel:
     FORGET = 2e-5  # per step, towards the starting doubt
     FORGET_EVERY = 16  # updates
     COLLECT = 8  # steps of a well-known cell per update
-    # A trusted table is distrusted when two widths compare by more than AUDIT_ERROR in log time other than it says, and by
-    # AUDIT_SDS standard errors more than that, and by more than the host's work for requests that come and go.
+    # A trusted table is distrusted when two widths compare other than it says by more than AUDIT_ERROR in log time and by more
+    # than the host's work for requests that come and go, both by AUDIT_SDS standard errors.
     AUDIT_ERROR = 0.12
-    AUDIT_SDS = 3.0
     AUDIT_HOST_MS = 1.5
-    AUDIT_CHANGE_SD = 0.03  # what else changes with a width as a rule, by log time,
-    AUDIT_LEAST_CHANGES = 4  # ... though it may be any amount, so that few changes show nothing
-    AUDIT_CHANGES = 16  # so many are remembered per pair of widths at a batch size
-    AUDIT_LEAST = 5  # steps needed at either width
+    AUDIT_SDS = 3.0
+    AUDIT_CHANGE_SD = 0.03  # of log time, what else changes with a width at least,
+    AUDIT_CHANGES = 4  # ... and it may be any amount, so that fewer changes show nothing,
+    AUDIT_MEMORY = 8  # ... nor those of one direction alone: so many of each are remembered
+    AUDIT_STEPS = 5  # needed at either width
     WALK = 2e-5  # variance that the level of all widths gains per step: clocks, contexts, other work on the machine
     JUMP_STEPS = 4  # so many outliers in a row on one side are no spikes: the level has jumped,
     JUMP = 0.3  # by about this much in log time
@@ -344,10 +361,10 @@ class CostModel:
         # Per well-known cell: sum and number of its log residuals since its last update, and the step of the last one.
         self._collected: dict[int, tuple[float, int, int]] = {}
         self._guesses: dict[int, list[float]] = {}
-        # Audit of a trusted table. The steps of one (batch group, width number) in a row, those before them, and per group and two
-        # width numbers: log time of the second relative to the first and to the table, and steps of both, at each change.
-        self._run = self._run_before = Run((0, -1))
-        self._changes: dict[tuple[int, int, int], deque[tuple[float, int, int]]] = {}
+        # Audit of a trusted table: the steps in a row of one cell, those before them, and per group the changes from one width number to
+        # another.
+        self._run = self._run_before = Run(NO_CELL)
+        self._changes: dict[tuple[int, int, int], deque[Change]] = {}
         self.contradiction = ""  # why the table lost the trust, one sentence
         self._outliers = 0  # in a row, signed
         self._cache: dict[int, tuple[list[float], list[list[float]] | None]] = {}
@@ -481,6 +498,10 @@ class CostModel:
         if not self._cache:
             self.row(batch)  # here rather than in the next decision, which has a budget
 
+    def interrupted(self) -> None:
+        """What is observed next does not follow what was observed last: prompts, idle time or another text were between them."""
+        self._run = self._run_before = Run(NO_CELL)
+
     def _contradicted(self, cell: tuple[int, int], residual: float) -> bool:
         """Whether served steps say that the trusted table is wrong about how two widths compare.
 
@@ -496,37 +517,46 @@ class CostModel:
         run.steps += 1
         run.last.append(residual)
         if run.steps == AUDIT_WINDOW:
-            contradicted = contradicted or self._compare()
+            contradicted = self._compare() or contradicted
         return contradicted
 
     def _compare(self) -> bool:
         """Compare the width that runs with the one before it; whether this, with earlier changes, contradicts the table."""
         before, run = self._run_before, self._run
-        group, j = run.cell
-        widths = (before.cell[1], j)
+        (group, j), (group_before, i) = run.cell, before.cell
         # What the host adds to width 0 is not known: nothing is compared with it.
-        if before.cell[0] != group or min(widths) < 0 or any(self.widths[at] == 0 for at in widths):
+        if group != group_before or min(i, j) < 0 or self.widths[min(i, j)] == 0:
             return False
-        sides = [
-            (before.cell[1], statistics.median(before.last), len(before.last)),
-            (j, statistics.median(run.last), run.steps),
-        ]
-        (first, first_at, first_steps), (second, second_at, second_steps) = sorted(sides)
-        seen = self._changes.setdefault((group, first, second), deque(maxlen=self.AUDIT_CHANGES))
-        seen.append((second_at - first_at, first_steps, second_steps))
-        counts = sum(n for _, n, _ in seen), sum(n for _, _, n in seen)
-        if len(seen) < self.AUDIT_LEAST_CHANGES or min(counts) < self.AUDIT_LEAST:
+        changes = self._changes.setdefault((group, i, j), deque(maxlen=self.AUDIT_MEMORY))
+        changes.append(Change(statistics.median(before.last), statistics.median(run.last), len(before.last), run.steps))
+        back = self._changes.get((group, j, i), ())
+        if not back or len(changes) + len(back) < self.AUDIT_CHANGES:
             return False
-        by = [by for by, _, _ in seen]
-        apart = min(statistics.median_low(by), statistics.median_high(by), key=abs)
-        variance = self._noise_var * sum(1.0 / n for n in counts) + self.AUDIT_CHANGE_SD**2 / len(seen)
-        slower, at = (second, second_at) if apart > 0.0 else (first, first_at)
-        more_ms = math.exp(self._guess(group)[slower] + at) * -math.expm1(-abs(apart))
-        if abs(apart) <= self.AUDIT_ERROR + self.AUDIT_SDS * math.sqrt(variance) or more_ms <= self.AUDIT_HOST_MS:
+        # A level that grows while a width runs and falls as it changes looks like one width upwards and the other downwards.
+        there, again = [change.apart for change in changes], [-change.apart for change in back]
+        apart = min(statistics.median(there), statistics.median(again), key=abs)
+        if statistics.median(there) * statistics.median(again) <= 0.0:
             return False
+        sides = [[change.before for change in changes] + [change.after for change in back]]
+        sides.append([change.after for change in changes] + [change.before for change in back])
+        steps = [sum(change.steps_before for change in changes) + sum(change.steps_after for change in back)]
+        steps.append(sum(change.steps_after for change in changes) + sum(change.steps_before for change in back))
+        if min(steps) < self.AUDIT_STEPS:
+            return False
+        all_apart = there + again
+        spread = max(
+            self.AUDIT_CHANGE_SD, statistics.median(abs(by - statistics.median(all_apart)) for by in all_apart)
+        )
+        variance = self._noise_var * sum(1.0 / n for n in steps) + spread**2 / len(all_apart)
+        surely = abs(apart) - self.AUDIT_SDS * math.sqrt(variance)
+        slower = int(apart > 0.0)
+        took_ms = math.exp(self._guess(group)[(i, j)[slower]] + statistics.median(sides[slower]))
+        if surely <= self.AUDIT_ERROR or took_ms * -math.expm1(-surely) <= self.AUDIT_HOST_MS:
+            return False
+        more = apart if j > i else -apart
         self.contradiction = (
-            f"at about {group} requests width {self.widths[second]} takes {math.exp(apart):.2f} times what the cost table says, "
-            f"compared with width {self.widths[first]}"
+            f"at about {group} requests width {self.widths[max(i, j)]} takes {math.exp(more):.2f} times what the cost table says, "
+            f"compared with width {self.widths[min(i, j)]}"
         )
         return True
 
@@ -534,7 +564,7 @@ class CostModel:
         """Start over: the table is what is guessed, and widths are timed as far as knowing them better pays."""
         self.trusted = False
         self._doubt = self.FOREIGN
-        self._level = statistics.median([*self._run_before.last, *self._run.last])
+        self._level = statistics.median(max(self._run_before, self._run, key=lambda run: len(run.last)).last)
         self._groups.clear()
         self._where, self._mean, self._cov, self._start = (
             np.empty((0, 2)),

@@ -191,28 +191,48 @@ def test_a_batch_of_new_requests_is_looked_at_from_width_zero_at_once():
     assert set(widths[8:]) == {N}
 
 
-def test_new_requests_are_not_looked_at_over_and_over():
-    """Eight new requests every 4 steps: their text is known, and a look costs three steps."""
-    controller, rng = plain_decoding_pays()
-    widths, pending = [], []
-    for wave in range(40):
-        ids = [f"{wave}-{i}" for i in range(8)]
-        widths += serve(controller, ids, 4, PROSE * 0.7, rng, delay=2, width=0, pending=pending)
+def waves(controller: WidthController, rng: np.random.Generator, text: np.ndarray, count: int, name: str) -> list[int]:
+    """Eight new requests every 4 steps, from width 0."""
+    widths: list[int] = []
+    pending: list[tuple[list[str], int, list[int]]] = []
+    for wave in range(count):
+        ids = [f"{name}-{wave}-{i}" for i in range(8)]
+        widths += serve(controller, ids, 4, text, rng, delay=2, width=widths[-1] if widths else 0, pending=pending)
         controller.forget(ids)
-    looks = [at for at, width in enumerate(widths) if width]
-    assert 3 <= len(looks) <= 160 // controller.NEWS_STEPS + 1
-    assert min(np.diff(looks)) >= controller.NEWS_STEPS
+    return widths
 
 
-def test_some_new_requests_among_many_wait_for_the_next_look():
+def test_new_requests_are_looked_at_less_often_while_that_changes_nothing():
+    """A look costs three steps here: every 16 steps it took 5 % from 256 short requests."""
     controller, rng = plain_decoding_pays()
-    old = [f"old-{i}" for i in range(6)]
-    serve(controller, old, 20, PROSE * 0.7, rng, delay=2, width=0)
+    looks = [at for at, width in enumerate(waves(controller, rng, PROSE * 0.7, 100, "a")) if width]
+    assert np.diff(looks)[:3].tolist() == [32, 64, 64]
+    changed = waves(controller, rng, COPY, 40, "b")
+    assert changed.index(N) <= 64 + 5
+    back = waves(controller, rng, PROSE * 0.7, 60, "c")
+    assert back[10:].count(0) > 220
+    looks = [at for at, width in enumerate(back) if width]
+    assert 32 in np.diff(looks), "after a look that changed something, the next ones come early again"
+
+
+@pytest.mark.parametrize(("new", "looked"), [(3, False), (4, True)])
+def test_new_requests_are_looked_at_once_they_are_half_of_the_batch(new, looked):
+    controller, rng = plain_decoding_pays()
+    old = [f"old-{i}" for i in range(8)]
+    serve(controller, old, 40, PROSE * 0.7, rng, delay=2, width=0)
     controller._blind = controller._since = 0
-    widths = serve(controller, [*old, "new-1", "new-2"], 15, PROSE * 0.7, rng, delay=2, width=0)
-    assert set(widths) == {0}
-    assert controller._unseen == {"new-1", "new-2"}
-    controller.forget([*old, "new-1", "new-2"])
+    ids = [*old[new:], *(f"new-{i}" for i in range(new))]
+    controller.forget(old[:new])
+    widths = serve(controller, ids, 15, PROSE * 0.7, rng, delay=2, width=0)
+    assert any(widths) == looked
+    assert controller._unseen == (set() if looked else set(ids[-new:]))
+    controller.forget(ids)
+    assert not controller._unseen
+
+
+def test_without_a_width_zero_nobody_asks_who_was_seen():
+    controller = WidthController(WIDTHS, N, TABLE)
+    controller.decide(["a", "b"])
     assert not controller._unseen
 
 
