@@ -230,6 +230,7 @@ def median_row(runs: list[Run], **labels: Any) -> dict[str, Any]:
         "tok_s_min": round(min(run.tok_s for run in runs), 1),
         "tok_s_max": round(max(run.tok_s for run in runs), 1),
         "repeats": len(runs),
+        "tok_s_of_runs": [round(run.tok_s, 1) for run in runs],
         "width": round(middle.width, 3),
         "acceptance_length": round(middle.acceptance_length, 3),
         "step_ms": round(middle.step_ms, 3),

@@ -3,7 +3,7 @@
     python bench/width/decision_cost.py [--repeats 40] [--estimator class|hazard]
 
 One step = observe + observe_step + forget + decide, on a batch whose requests stay, or turn over: they live 128 steps, so
-that at batch 256 two end and two arrive in every step. Each figure is the median
+that at batch 256 two end and two arrive in every step. learning: without a table; with 0: width 0 is listed. Each figure is the median
 over repeated runs of the mean over a run's steps, in CPU time of the calling thread; the fastest run is printed too,
 since a shared machine only ever adds.
 """
@@ -19,23 +19,23 @@ from dflash_verify.width.acceptance import ESTIMATORS
 from dflash_verify.width.controller import WidthController
 from dflash_verify.width.cost import CostModel, CostTable
 
-WIDTHS = (1, 3, 5, 7)
+WIDTHS = {"measured": (1, 3, 5, 7), "with 0": (0, 1, 3, 5, 7), "learning": (1, 3, 5, 7)}
 BATCHES = (1, 4, 32, 256)
 STEPS = 200
 BEFORE = 300  # steps until what is measured is the steady state
 LIFE = 128
 
 
-def table() -> CostTable:
-    cells = {b: tuple(20.0 + 0.05 * b * (k + 1) for k in WIDTHS) for b in (1, 2, 4, 8, 16, 32, 64, 128, 256)}
-    return CostTable(7, WIDTHS, cells)
+def table(widths: tuple[int, ...]) -> CostTable:
+    cells = {b: tuple(20.0 + 0.05 * b * (k + 1) for k in widths) for b in (1, 2, 4, 8, 16, 32, 64, 128, 256)}
+    return CostTable(7, widths, cells)
 
 
 def run(
     batch: int, model: CostModel, estimator: str, rng: np.random.Generator, turn_over: bool
 ) -> tuple[float, float, float]:
     """Mean us per step of decide, of observe, and of observe_step and forget."""
-    controller = WidthController(WIDTHS, 7, model, estimator=estimator)
+    controller = WidthController(model.widths, 7, model, estimator=estimator)
     ids = [f"request-{i:032x}" for i in range(batch)]
     accepts = (rng.random((BEFORE + STEPS, batch, 1)) < np.array([0.75, 0.58, 0.41, 0.28, 0.16, 0.09, 0.06])).sum(
         axis=2
@@ -76,11 +76,12 @@ def main() -> None:
     print(
         f"{'cost':9s} {'requests':9s} {'batch':>5s} {'decide':>15s} {'observe':>15s} {'per request':>15s} {'time, forget':>15s} {'step in all':>15s}"
     )
-    for name, requests in itertools.product(("measured", "learning"), ("stay", "turn over")):
+    for name, requests in itertools.product(WIDTHS, ("stay", "turn over")):
         for batch in BATCHES:
             runs = []
             for _ in range(arguments.repeats):
-                model = CostModel(WIDTHS, 7, table()) if name == "measured" else CostModel(WIDTHS, 7)
+                widths = WIDTHS[name]
+                model = CostModel(widths, 7, None if name == "learning" else table(widths))
                 runs.append(run(batch, model, arguments.estimator, rng, requests == "turn over"))
             decide, observe, timed = zip(*runs, strict=True)
             per_request = [us / batch for us in observe]

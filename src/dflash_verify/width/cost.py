@@ -517,7 +517,7 @@ class CostModel:
         run.steps += 1
         run.last.append(residual)
         if run.steps == AUDIT_WINDOW:
-            contradicted = self._compare() or contradicted
+            contradicted = self._compare()
         return contradicted
 
     def _compare(self) -> bool:

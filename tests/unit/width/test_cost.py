@@ -382,6 +382,28 @@ def test_a_trusted_table_that_served_steps_contradict_loses_the_trust():
     assert ratios(model, 4) == pytest.approx(TRUE[4], rel=0.05)
 
 
+@pytest.mark.parametrize("steps", [8, 20])
+def test_a_table_is_not_distrusted_for_less_than_four_changes_of_width(steps):
+    """Twice as slow at width 3, without any noise: after three changes it may still be the level, which turned with the width."""
+    model = CostModel(WIDTHS, 7, table())
+    for run in range(5):
+        width, factor = ((7, 1.0), (3, 2.0))[run % 2]
+        for _ in range(steps):
+            model.observe(4, width, factor * table().step_ms(4, width))
+        assert model.trusted == (run < 4), f"{run} changes of width"
+
+
+def test_changes_in_one_direction_alone_show_nothing():
+    """Each time width 3 runs after 7, the machine has just turned slower; 7 runs after a prompt."""
+    model = CostModel(WIDTHS, 7, table())
+    for _ in range(20):
+        model.interrupted()
+        for width, factor in ((7, 1.0), (3, 1.5)):
+            for _ in range(10):
+                model.observe(4, width, factor * table().step_ms(4, width))
+    assert model.trusted
+
+
 def test_a_trusted_table_within_its_errors_keeps_the_trust():
     """2 % off per width and 3 % noise: 20 servers, 400 steps each. Two widths then differ by 0.12 with p < 0.0001."""
     for seed in range(20):
