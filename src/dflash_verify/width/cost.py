@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -283,8 +283,7 @@ class Run:
     last: deque[float] = field(default_factory=lambda: deque(maxlen=AUDIT_WINDOW))
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """One width followed another: median log times beside the table's, and of how many steps."""
 
     before: float
@@ -295,6 +294,9 @@ class Change:
     @property
     def apart(self) -> float:
         return self.after - self.before
+
+    def turned(self) -> "Change":
+        return Change(self.after, self.before, self.steps_after, self.steps_before)
 
 
 class CostModel:
@@ -329,7 +331,6 @@ class CostModel:
     AUDIT_CHANGE_SD = 0.03  # of log time, what else changes with a width at least,
     AUDIT_CHANGES = 4  # ... and it may be any amount, so that fewer changes show nothing,
     AUDIT_MEMORY = 8  # ... nor those of one direction alone: so many of each are remembered
-    AUDIT_STEPS = 5  # needed at either width
     WALK = 2e-5  # variance that the level of all widths gains per step: clocks, contexts, other work on the machine
     JUMP_STEPS = 4  # so many outliers in a row on one side are no spikes: the level has jumped,
     JUMP = 0.3  # by about this much in log time
@@ -529,28 +530,22 @@ class CostModel:
             return False
         changes = self._changes.setdefault((group, i, j), deque(maxlen=self.AUDIT_MEMORY))
         changes.append(Change(statistics.median(before.last), statistics.median(run.last), len(before.last), run.steps))
-        back = self._changes.get((group, j, i), ())
-        if not back or len(changes) + len(back) < self.AUDIT_CHANGES:
+        back = [change.turned() for change in self._changes.get((group, j, i), ())]
+        both = [*changes, *back]
+        if not back or len(both) < self.AUDIT_CHANGES:
             return False
         # A level that grows while a width runs and falls as it changes looks like one width upwards and the other downwards.
-        there, again = [change.apart for change in changes], [-change.apart for change in back]
-        apart = min(statistics.median(there), statistics.median(again), key=abs)
-        if statistics.median(there) * statistics.median(again) <= 0.0:
+        there, again = (statistics.median(change.apart for change in way) for way in (changes, back))
+        if there * again <= 0.0:
             return False
-        sides = [[change.before for change in changes] + [change.after for change in back]]
-        sides.append([change.after for change in changes] + [change.before for change in back])
-        steps = [sum(change.steps_before for change in changes) + sum(change.steps_after for change in back)]
-        steps.append(sum(change.steps_after for change in changes) + sum(change.steps_before for change in back))
-        if min(steps) < self.AUDIT_STEPS:
-            return False
-        all_apart = there + again
-        spread = max(
-            self.AUDIT_CHANGE_SD, statistics.median(abs(by - statistics.median(all_apart)) for by in all_apart)
-        )
-        variance = self._noise_var * sum(1.0 / n for n in steps) + spread**2 / len(all_apart)
+        apart = min(there, again, key=abs)
+        middle = statistics.median(change.apart for change in both)
+        spread = max(self.AUDIT_CHANGE_SD, statistics.median(abs(change.apart - middle) for change in both))
+        steps = sum(change.steps_before for change in both), sum(change.steps_after for change in both)
+        variance = self._noise_var * (1.0 / steps[0] + 1.0 / steps[1]) + spread**2 / len(both)
         surely = abs(apart) - self.AUDIT_SDS * math.sqrt(variance)
-        slower = int(apart > 0.0)
-        took_ms = math.exp(self._guess(group)[(i, j)[slower]] + statistics.median(sides[slower]))
+        slower, at = (j, [change.after for change in both]) if apart > 0.0 else (i, [change.before for change in both])
+        took_ms = math.exp(self._guess(group)[slower] + statistics.median(at))
         if surely <= self.AUDIT_ERROR or took_ms * -math.expm1(-surely) <= self.AUDIT_HOST_MS:
             return False
         more = apart if j > i else -apart

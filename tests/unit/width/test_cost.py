@@ -455,7 +455,7 @@ def test_what_the_host_adds_to_plain_decoding_is_learned_and_not_held_against_th
     model = CostModel(table.widths, 7, table)
     rng = np.random.default_rng(0)
     for number in range(600):
-        width = (0, 3, 7)[number // 10 % 3]
+        width = (0, 3, 7, 3, 0, 7)[number // 10 % 6]
         ms = table.step_ms(128, width) + extra_ms * (width == 0)
         model.observe(128, width, ms * float(np.exp(0.03 * rng.standard_normal())))
     assert model.trusted, model.contradiction
