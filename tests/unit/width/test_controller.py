@@ -230,6 +230,14 @@ def test_new_requests_are_looked_at_once_they_are_half_of_the_batch(new, looked)
     assert not controller._unseen
 
 
+def test_a_new_request_is_unseen_wherever_it_stands_in_the_batch():
+    controller = WidthController((0, 3), N, CostTable(N, (0, 3, 7), {8: (10.0, 40.0, 52.0)}))
+    controller.decide(["a", "b"])
+    controller.observe(["a", "b"], 7, [1, 1])
+    controller.decide(["c", "b"])  # a was preempted, say, and c took its place
+    assert controller._unseen == {"c"}
+
+
 def test_without_a_width_zero_nobody_asks_who_was_seen():
     controller = WidthController(WIDTHS, N, TABLE)
     controller.decide(["a", "b"])
