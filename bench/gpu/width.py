@@ -131,7 +131,10 @@ def main() -> None:
         speculative = {"enable_adaptive_verification": True}
 
     graphs = {} if args.compiled else FULL_DECODE_ONLY
-    fields: dict[str, Any] = {"gpu_memory_utilization": args.memory or 0.85, "compilation_config": graphs}
+    fields: dict[str, Any] = {
+        "gpu_memory_utilization": 0.85 if args.memory is None else args.memory,
+        "compilation_config": graphs,
+    }
     if args.engine in ("stock", "adaptive", *PLAIN):
         verified = {PLAIN.get(args.engine, DRAFT_WIDTH), DRAFT_WIDTH}
         fields["compilation_config"] = graphs | {"cudagraph_capture_sizes": capture_sizes(slots, verified)}

@@ -235,8 +235,10 @@ class Steering:
         if controller is not None:
             if step.ids:
                 controller.observe(step.ids, step.width, step.accepted, step.drafted)
-            taught = step.step_ms is not None and self._teaches(step, controller)
-            if step.step_ms is not None and taught:
+            if step.step_ms is None or not self._teaches(step, controller):
+                controller.interrupted()
+            else:
+                taught = True
                 trusted = controller.cost.trusted
                 controller.observe_step(step.batch, step.width, step.step_ms)
                 if trusted and not controller.cost.trusted:
@@ -245,8 +247,6 @@ class Steering:
                         "comes again after a restart, measure anew: dflash-verify profile --again -- MODEL ...",
                         controller.cost.contradiction,
                     )
-            elif not taught:
-                controller.interrupted()
             if self._ended:
                 controller.forget(self._ended)
         self._ended.clear()
@@ -268,7 +268,7 @@ class Steering:
         """Whether the step's time is that of something else: launching a prefill behind it, without a graph, keeps the
         process from looking at this step's output, for up to 0.2 s on a hybrid model; and where many requests have left since the
         step before, the next one that verifies is longer: 125 of them made one of 20 ms last 30."""
-        if step.step_ms is None:
+        if step.step_ms is None or not (step.left or step.prefill_behind):
             return False
         expected_ms = controller.cost.expected_ms(step.batch, step.width)
         if step.width > 0 and step.left * LEFT_MS > LEFT_SHARE * (expected_ms or step.step_ms):
